@@ -1,0 +1,183 @@
+"""Attention of one layer under a router's decisions: training (both branches of every head) and inference (the selected one).
+
+Letters: B batch, T tokens, N query heads, K KV heads, G = N / K, H head dim, C documents, Q = ceil(T / block_size) blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from elastic_jax.config import HeadMode, SparsityConfig
+from elastic_jax.plan import BlockMask, HeadPlan, per_block, routed_plan, uniform_plan
+from elastic_jax.sparsity.xattention import estimate_blocks
+from pallas_kernels.api import Implementation, mixed_head_attention, mixed_head_attention_backward
+
+# What the backward pass keeps of the attention kernels' work: outputs of both branches; log-sum-exp and XAttention's selected blocks.
+# Under jax.checkpoint with policy save_only_these_names(*RESIDUAL_NAMES) no kernel runs a second time.
+RESIDUAL_NAMES = ("attention_out", "attention_lse")
+
+
+def routed_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    is_full: jax.Array,
+    *,
+    document: jax.Array | None,
+    first_block: jax.Array | None,
+    sparsity: SparsityConfig,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Training: every head runs in the setting's retrieval mode and in its sparse mode, and `is_full` selects one (paper section 4.2).
+
+    The gradient of is_full[b, c, k] is <dO, O_retrieval - O_sparse> over the document's tokens and the group's query heads, in float32;
+    those of q, k and v come from the selected branch alone, by one backward call on the mixed plan. XAttention's selection is computed
+    once from q and k and has no gradient.
+
+    Args:
+      q: [B, T, N, H], k and v: [B, T, K, H], after RoPE; bfloat16, float16 or float32.
+      is_full: f32[B, C, K], hard values (0 or 1) that carry a straight-through gradient.
+      document: i32[B, Q], values below C; -1 marks padding blocks, which attend in the sparse mode and give `is_full` no gradient.
+        None: one document per entry, C = 1.
+      first_block: i32[B, Q], as in `PackedBatch`. None with document=None.
+
+    Returns: [B, T, N, H] in q's dtype.
+
+    Raises:
+      ValueError: shapes that do not fit; and what `mixed_head_attention` raises.
+    """
+    _check(q, k, is_full, document, first_block, sparsity)
+    return _routed(_Static(sparsity, implementation), q, k, v, is_full, document, first_block)
+
+
+def selected_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    is_full: jax.Array,
+    *,
+    document: jax.Array | None,
+    first_block: jax.Array | None,
+    sparsity: SparsityConfig,
+    lengths: jax.Array | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, HeadPlan]:
+    """Inference over whole prompts: only the selected mode of each head, and XAttention's estimate only if some head needs it.
+
+    Arguments as in `routed_attention`, and lengths i32[B]: tokens per entry, what lies beyond is padding of any content.
+
+    Returns: ([B, T, N, H] in q's dtype, the plan: mode i8[B, K] where `document` is None, else i8[B, Q, K]).
+    """
+    _check(q, k, is_full, document, first_block, sparsity)
+    blocks = None
+    if _uses_xattention(sparsity):
+        estimate = functools.partial(_estimate, sparsity=sparsity, first_block=first_block, lengths=lengths)
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(estimate, q, k))
+        needed = jnp.any((is_full > 0.5) == (sparsity.retrieval_mode == HeadMode.BLOCK_SPARSE))
+        blocks = jax.lax.cond(needed, estimate, lambda q, k: nothing, q, k)
+    plan = routed_plan(is_full, sparsity, document=document, blocks=blocks)
+    out, _ = mixed_head_attention(q, k, v, plan, lengths=lengths, first_block=first_block, implementation=implementation)
+    return out, plan
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    sparsity: SparsityConfig
+    implementation: Implementation | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _routed(static: _Static, q: Any, k: Any, v: Any, is_full: Any, document: Any, first_block: Any) -> jax.Array:
+    return _routed_fwd(static, q, k, v, is_full, document, first_block)[0]
+
+
+def _routed_fwd(static: _Static, q: Any, k: Any, v: Any, is_full: Any, document: Any, first_block: Any) -> tuple[jax.Array, Any]:
+    sparsity = static.sparsity
+    blocks = None
+    if _uses_xattention(sparsity):
+        blocks = _estimate(q, k, sparsity=sparsity, first_block=first_block, lengths=None)
+        blocks = BlockMask(bitmap=checkpoint_name(blocks.bitmap, "attention_lse"))
+
+    def branch(mode: HeadMode) -> tuple[jax.Array, jax.Array]:
+        plan = uniform_plan(mode, k.shape[0], k.shape[2], sparsity, blocks=blocks if mode == HeadMode.BLOCK_SPARSE else None)
+        return mixed_head_attention(q, k, v, plan, first_block=first_block, implementation=static.implementation)
+
+    (out_full, lse_full), (out_sparse, lse_sparse) = branch(sparsity.retrieval_mode), branch(sparsity.sparse_mode)
+    # Both outputs rather than the selected one and the difference: the same memory, and neither is rounded a second time.
+    out_full, out_sparse = checkpoint_name(out_full, "attention_out"), checkpoint_name(out_sparse, "attention_out")
+    full = _per_token(is_full, document, q, sparsity)
+    lse = checkpoint_name(jnp.where(full, lse_full, lse_sparse), "attention_lse")
+    out = jnp.where(full[..., None], out_full, out_sparse)
+    return out, (q, k, v, is_full, document, first_block, blocks, out_full, out_sparse, lse)
+
+
+def _routed_bwd(static: _Static, residuals: Any, d_out: jax.Array) -> tuple[Any, ...]:
+    q, k, v, is_full, document, first_block, blocks, out_full, out_sparse, lse = residuals
+    sparsity = static.sparsity
+    out = jnp.where(_per_token(is_full, document, q, sparsity)[..., None], out_full, out_sparse)
+    plan = routed_plan(is_full, sparsity, document=document, blocks=blocks)
+    dq, dk, dv = mixed_head_attention_backward(
+        q, k, v, out, lse, d_out, plan, first_block=first_block, implementation=static.implementation
+    )
+    batch, tokens, kv_heads = q.shape[0], q.shape[1], k.shape[2]
+    difference = out_full.astype(jnp.float32) - out_sparse.astype(jnp.float32)
+    change = jnp.sum(d_out.astype(jnp.float32) * difference, axis=-1).reshape(batch, tokens, kv_heads, -1).sum(-1)  # [B, T, K]
+    if document is None:
+        d_full = change.sum(1, keepdims=True)
+    else:
+        change = jnp.pad(change, ((0, 0), (0, -tokens % sparsity.block_size), (0, 0)))
+        change = change.reshape(batch, -1, sparsity.block_size, kv_heads).sum(2)
+        member = (document[:, :, None] == jnp.arange(is_full.shape[1])).astype(jnp.float32)
+        d_full = jnp.einsum("BQK,BQC->BCK", change, member, precision="highest")
+    return dq, dk, dv, d_full.astype(is_full.dtype), None, None
+
+
+_routed.defvjp(_routed_fwd, _routed_bwd)
+
+
+def _uses_xattention(sparsity: SparsityConfig) -> bool:
+    return HeadMode.BLOCK_SPARSE in (sparsity.retrieval_mode, sparsity.sparse_mode)
+
+
+def _estimate(
+    q: jax.Array, k: jax.Array, *, sparsity: SparsityConfig, first_block: jax.Array | None, lengths: jax.Array | None
+) -> BlockMask:
+    return estimate_blocks(
+        q,
+        k,
+        block_size=sparsity.block_size,
+        stride=sparsity.xattn_stride,
+        threshold=sparsity.xattn_threshold,
+        first_block=first_block,
+        lengths=lengths,
+    )
+
+
+def _per_token(is_full: jax.Array, document: jax.Array | None, q: jax.Array, sparsity: SparsityConfig) -> jax.Array:
+    """bool[B, T, N] (or [B, 1, N]) by broadcast of the decisions f32[B, C, K]."""
+    full = per_block(is_full, document) > 0.5
+    full = jnp.repeat(full, q.shape[2] // full.shape[2], axis=2)
+    return full if document is None else jnp.repeat(full, sparsity.block_size, axis=1)[:, : q.shape[1]]
+
+
+def _check(
+    q: jax.Array, k: jax.Array, is_full: jax.Array, document: jax.Array | None, first_block: jax.Array | None, sparsity: SparsityConfig
+) -> None:
+    if q.ndim != 4 or k.ndim != 4 or k.shape[1] != q.shape[1]:
+        raise ValueError(f"q has shape {q.shape}, k has shape {k.shape}: accepted are [B, T, N, H] and [B, T, K, H] with one T")
+    batch, kv_heads = q.shape[0], k.shape[2]
+    if is_full.ndim != 3 or is_full.shape[::2] != (batch, kv_heads) or (document is None and is_full.shape[1] != 1):
+        raise ValueError(
+            f"is_full has shape {is_full.shape}: accepted is ({batch}, C, {kv_heads}) with C documents, C = 1 where document is None"
+        )
+    if (document is None) != (first_block is None):
+        raise ValueError("document and first_block: accepted are two arrays, or None for both")
+    blocks = -(-q.shape[1] // sparsity.block_size)
+    if document is not None and document.shape != (batch, blocks):
+        raise ValueError(f"document has shape {document.shape}: accepted is ({batch}, {blocks}), one entry per block")

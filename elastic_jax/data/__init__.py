@@ -1,0 +1,1 @@
+"""Task classes, rows of text from files and hubs, chat text and tokens, packs of documents, random access to packs."""

@@ -1,0 +1,1 @@
+"""How sparse heads choose their blocks. (Streaming heads choose nothing: their rule is in `elastic_jax.plan`.)"""

@@ -1,0 +1,119 @@
+"""XAttention (Xu et al. 2025, arXiv 2503.16428): which key blocks carry a query block's attention mass, from anti-diagonal sums.
+
+Letters: B batch, T tokens, N query heads, K KV heads, G = N / K, H head dim, Q/J query/key blocks, s stride, I/A cells of s tokens.
+
+Estimate: cell (i, a) of the grid T/s x T/s scores the products on the anti-diagonal of its s x s tile ("inverse" order),
+    A[i, a] = sum over m < s of  q[s i + s - 1 - m] . k[s a + m]  /  (sqrt(H) s),
+then a softmax along each row over a <= i inside the document, then the sum over the cells of each block: W[Q, J].
+Selection, per query head and query block: the document's first block and the diagonal block always; of the others, in descending W and
+the lower column first among equals, the fewest with which the kept mass reaches `threshold` of the row's total.
+
+What differs from the authors' code (baselines.md 3.1): scores and sums are float32 throughout; no slice by a padding of zero, so chunks
+never lose their keys; "first block" is a key column of every row, per document; batches, grouped heads and ragged lengths work.
+The grid is causal by cell as there, so the diagonal cell holds some products of a query with a later key of the same s tokens.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from elastic_jax.config import HeadMode
+from elastic_jax.plan import BlockMask, see_blocks
+
+_CHUNK_BYTES = 2**26  # of float32 scores held at once
+
+
+def estimate_blocks(
+    q: jax.Array,
+    k: jax.Array,
+    *,
+    block_size: int,
+    stride: int,
+    threshold: float,
+    first_block: jax.Array | None = None,
+    lengths: jax.Array | None = None,
+) -> BlockMask:
+    """The blocks each query head should see.
+
+    Args:
+      q: [B, T, N, H], k: [B, T, K, H], after RoPE.
+      block_size, stride, threshold: as in `SparsityConfig`; the stride divides the block, the threshold is in (0, 1].
+      first_block: i32[B, Q], the block where each block's document begins; None: one document per entry.
+      lengths: i32[B], tokens per entry; what lies beyond counts as absent and may hold anything. None: T. (The padding that ends a
+        packed document counts as tokens, and touches the row of the document's last block only.)
+
+    Returns: u32[B, N, Q, ceil(Q / 32)] as a BlockMask, Q = ceil(T / block_size).
+
+    Raises:
+      ValueError: shapes that do not fit, queries that are only a suffix of the keys, stride or threshold out of range.
+    """
+    if q.ndim != 4 or k.ndim != 4 or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or q.shape[2] % k.shape[2]:
+        raise ValueError(f"q has shape {q.shape}, k has shape {k.shape}: accepted are [B, T, N, H] and [B, T, K, H], K a divisor of N")
+    if q.shape[1] != k.shape[1]:
+        raise ValueError(f"q has {q.shape[1]} tokens, k has {k.shape[1]}: XAttention scores whole prompts, so they must be equal")
+    if stride < 1 or block_size % stride:
+        raise ValueError(f"stride={stride}: it must divide block_size={block_size}")
+    if not 0.0 < threshold <= 1.0:
+        raise ValueError(f"threshold={threshold}: accepted are values in (0, 1]")
+    batch, tokens, heads, dim = q.shape
+    kv_heads = k.shape[2]
+    blocks, cells = -(-tokens // block_size), block_size // stride
+    lengths = jnp.full((batch,), tokens, jnp.int32) if lengths is None else lengths
+    first = jnp.zeros((batch, blocks), jnp.int32) if first_block is None else first_block
+    if first.shape != (batch, blocks) or lengths.shape != (batch,):
+        raise ValueError(f"first_block has shape {first.shape}, lengths {lengths.shape}: accepted are ({batch}, {blocks}) and ({batch},)")
+
+    if threshold == 1.0:  # every block: sums in float32 would leave out those below the rounding of the total
+        full = jnp.full((1, 1), HeadMode.FULL, jnp.int8)
+        visible = see_blocks(full, jnp.arange(blocks), first[:, None], None, blocks, 0, 0)
+        return BlockMask.from_dense(jnp.broadcast_to(visible, (batch, heads, blocks, blocks)))
+
+    def to_cells(x: jax.Array, order: int) -> jax.Array:
+        """[B, T, heads, H] to [B, cells, heads, s H]."""
+        x = jnp.where((jnp.arange(tokens) < lengths[:, None])[..., None, None], x, 0)
+        x = jnp.pad(x, ((0, 0), (0, blocks * block_size - tokens), (0, 0), (0, 0)))
+        x = x.reshape(batch, -1, stride, x.shape[2], dim)[:, :, ::order].swapaxes(2, 3)
+        return x.reshape(batch, x.shape[1], x.shape[2], stride * dim)
+
+    q_cells = to_cells(q, -1).reshape(batch, blocks, cells, kv_heads, heads // kv_heads, stride * dim)
+    k_cells = to_cells(k, 1)
+    scale = dim**-0.5 / stride
+    column = jnp.arange(blocks * cells)
+
+    def select_row(row: jax.Array) -> jax.Array:
+        """u32[B, N, W]: the bitmap's row of one query block."""
+        precision = "highest" if q.dtype == jnp.float32 else None
+        scores = jnp.einsum("BIKGF,BAKF->BKGIA", q_cells[:, row], k_cells, precision=precision, preferred_element_type=jnp.float32)
+        cell = row * cells + jnp.arange(cells)
+        start = first[:, row]
+        visible = (column <= cell[:, None]) & (column >= start[:, None, None] * cells)  # [B, I, A]
+        p = jax.nn.softmax(jnp.where(visible[:, None, None], scores * scale, -jnp.inf), axis=-1)
+        p = jnp.where((cell * stride < lengths[:, None])[:, None, None, :, None], p, 0.0)
+        mass = p.reshape(batch, heads, cells, blocks, cells).sum((2, 4))
+        return BlockMask.from_dense(select_blocks(mass, row, start[:, None], threshold)).bitmap
+
+    rows_at_once = max(1, min(blocks, _CHUNK_BYTES // (4 * batch * heads * cells * blocks * cells)))
+    bitmap = jax.lax.map(select_row, jnp.arange(blocks), batch_size=rows_at_once)
+    return BlockMask(bitmap=jnp.moveaxis(bitmap, 0, 2))
+
+
+def select_blocks(mass: jax.Array, row: jax.Array, first: jax.Array, threshold: float) -> jax.Array:
+    """The selection rule at the top of this file.
+
+    Args:
+      mass: f32[..., J], what each key block holds, 0 outside first .. row. row, first: i32[...], the row's own block and the first
+        block of its document; they broadcast against mass without its last axis.
+
+    Returns: bool[..., J].
+    """
+    key = jnp.arange(mass.shape[-1])
+    row, first = jnp.asarray(row)[..., None], first[..., None]
+    allowed = (key >= first) & (key <= row)
+    forced = (key == first) | (key == row)
+    order = jnp.argsort(-jnp.where(forced, jnp.inf, jnp.where(allowed, mass, -1.0)), axis=-1, stable=True)
+    ranked = jnp.take_along_axis(mass, order, axis=-1)
+    before = jnp.cumsum(ranked, axis=-1) - ranked
+    kept = jnp.sum(before < threshold * mass.sum(-1, keepdims=True), axis=-1, keepdims=True)
+    rank = jnp.argsort(order, axis=-1)
+    return ((rank < kept) & allowed) | forced

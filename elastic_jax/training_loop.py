@@ -1,0 +1,159 @@
+"""The loop around the training step: batches, metrics, checkpoints, resuming, stopping."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
+
+from elastic_jax.checkpoints import RunDirectory
+from elastic_jax.data.batch import PackedBatch
+from elastic_jax.data.tasks import TaskClass
+from elastic_jax.elastic import Arrays, ElasticModel
+from elastic_jax.trainer import TrainConfig, TrainState, init_state, make_train_step, shard_batch
+
+
+class NonFiniteLossError(RuntimeError):
+    """The loss of a step was infinite or NaN; the checkpoints hold the steps before it."""
+
+
+class BatchSource(Protocol):
+    """What training needs of data: any step's packs, without reading the steps before it."""
+
+    def batch(self, step: int, shape: tuple[int, int]) -> PackedBatch:
+        """Returns the step's packs as numpy arrays [A, B, ...]."""
+        ...
+
+
+@contextlib.contextmanager
+def _sigterm_flag() -> Iterator[list[bool]]:
+    """Yields a list that becomes non-empty when SIGTERM arrives; the old handler comes back at the end."""
+    received: list[bool] = []
+    old = signal.signal(signal.SIGTERM, lambda *_: received.append(True))
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+class MetricsLog:
+    """One JSON line per step in `metrics.jsonl`, and the same numbers for TensorBoard.
+
+    Lines of steps from `first_step` on are dropped when opened: a resumed run writes them again.
+    """
+
+    def __init__(self, directory: Path, first_step: int):
+        from tensorboardX import SummaryWriter
+
+        path = directory / "metrics.jsonl"
+        kept = [line for line in read_metrics(directory) if line["step"] < first_step] if path.exists() else []
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        partial.rename(path)
+        self._file = path.open("a")
+        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=first_step)
+
+    def write(self, step: int, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps({"step": step, **record}) + "\n")
+        self._file.flush()
+        for name, value in record.items():
+            for suffix, number in value.items() if isinstance(value, dict) else [("", value)]:
+                if number is not None:
+                    self._board.add_scalar(f"{name}/{suffix}".rstrip("/"), number, step)
+
+    def close(self) -> None:
+        self._file.close()
+        self._board.close()
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """The complete lines of a run's `metrics.jsonl`; the last one may have been cut by a kill and is then left out."""
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ValueError(f"{directory / 'metrics.jsonl'}: line {number} is not JSON ({error})") from error
+    return records
+
+
+def _record(metrics: dict[str, np.ndarray], config: TrainConfig) -> dict[str, Any]:
+    """Plain numbers: class metrics by class name, None for a class without documents, and the targets beside them."""
+    finite = lambda x: float(x) if math.isfinite(float(x)) else None
+    by_class = lambda values: {task.name.lower(): finite(values[task]) for task in TaskClass}
+    record = {name: by_class(value) if value.ndim else float(value) for name, value in metrics.items()}
+    record["target_low"], record["target_high"] = by_class(config.penalty.lower), by_class(config.penalty.upper)
+    return record
+
+
+def train(
+    model: ElasticModel,
+    backbone: Arrays,
+    data: BatchSource,
+    config: TrainConfig,
+    run: RunDirectory,
+    mesh: Mesh,
+    *,
+    tokens_per_pack: int,
+    checkpoint_every: int,
+) -> tuple[TrainState, bool]:
+    """Trains to `config.optimizer.steps`, going on from the run's newest checkpoint where it has one.
+
+    A resumed run is bit-identical to an uninterrupted one on the same devices. SIGTERM ends the run after the current step with
+    a checkpoint. Only the first process writes metrics.
+
+    Returns:
+      the last state, and whether training is complete (False after SIGTERM).
+
+    Raises:
+      NonFiniteLossError: names the step and its packs; nothing of that step is saved.
+    """
+    shape = config.micro_batches(mesh.size)
+    state = jax.device_put(init_state(model, config), NamedSharding(mesh, P()))
+    if run.latest_step is not None:
+        state = run.load(state, mesh)
+    train_step = make_train_step(model, config, mesh)
+    steps, first = config.optimizer.steps, int(state.step)
+    with contextlib.ExitStack() as stack:
+        stopped = stack.enter_context(_sigterm_flag())
+        log = stack.enter_context(contextlib.closing(MetricsLog(run.path, first))) if jax.process_index() == 0 else None
+        bar = stack.enter_context(tqdm(total=steps, initial=first, unit="step", disable=log is None))
+        batch = shard_batch(data.batch(first, shape), mesh) if first < steps else None
+        for step in range(first, steps):
+            started = time.perf_counter()
+            state, device_metrics = train_step(state, backbone, batch)
+            if step + 1 < steps:
+                batch = shard_batch(data.batch(step + 1, shape), mesh)  # while the device works
+            metrics = jax.device_get(device_metrics)
+            if not math.isfinite(float(metrics["loss"])) or not math.isfinite(float(metrics["grad_norm"])):
+                packs = config.global_batch
+                raise NonFiniteLossError(
+                    f"step {step}: loss {float(metrics['loss'])}, gradient norm {float(metrics['grad_norm'])} in packs "
+                    f"{step * packs} to {(step + 1) * packs - 1}; the newest checkpoint is of step {run.latest_step}"
+                )
+            record = _record(metrics, config)
+            record["tokens_per_second"] = config.global_batch * tokens_per_pack / (time.perf_counter() - started)
+            if log is not None:
+                log.write(step, record)
+            documents = metrics["documents"]
+            msr = float(np.nansum(np.where(documents > 0, metrics["msr"], 0.0) * documents) / max(documents.sum(), 1))
+            bar.set_postfix_str(f"loss {record['loss']:.3f}, MSR {msr:.2f}, {record['tokens_per_second']:.0f} tokens/s")
+            bar.update()
+            if step + 1 == steps or (step + 1) % checkpoint_every == 0 or stopped:
+                run.save(state)
+            if stopped:
+                break
+    return state, int(state.step) == steps

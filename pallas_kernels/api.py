@@ -1,0 +1,263 @@
+"""The public entry of the attention kernels: checks, padding, choice of implementation, gradient.
+
+Axis letters: B batch, T query length, S key length, N query heads, K KV heads, H head dim, Q/J query/key blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol, cast, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from elastic_jax.plan import BlockMask, HeadPlan
+from pallas_kernels import reference, xla
+
+Implementation = Literal["reference", "xla", "triton", "mosaic"]
+
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+class _Kernel(Protocol):
+    """What an implementation offers. It may assume: T and S are whole blocks and the queries the last of them, `plan.mode` is i8[B, J, K],
+    bitmaps are u32[B, K or N, J, W], `lengths` is i32[B] <= S, `first_block` is i32[B, J], and q, k, v are finite beyond `lengths`.
+    """
+
+    def forward(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, plan: HeadPlan, lengths: jax.Array, first_block: jax.Array, *, scale: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """(out [B, T, N, H] in q's dtype, lse f32[B, T, N])."""
+        ...
+
+    def backward(
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        out: jax.Array,
+        lse: jax.Array,
+        d_out: jax.Array,
+        plan: HeadPlan,
+        lengths: jax.Array,
+        first_block: jax.Array,
+        *,
+        scale: float,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(dq, dk, dv) in the dtypes of q, k, v."""
+        ...
+
+
+_KERNELS = {"reference": cast(_Kernel, reference), "xla": cast(_Kernel, xla)}
+
+
+def mixed_head_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    plan: HeadPlan,
+    *,
+    lengths: jax.Array | None = None,
+    first_block: jax.Array | None = None,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Causal attention where every KV head, with the query heads of its group, attends as its plan says.
+
+    Differentiable by q, k and v. The log-sum-exp is for merging and for the backward pass: its own gradient is taken as zero.
+
+    Args:
+      q: [B, T, N, H] in bfloat16, float16 or float32; the softmax is float32 always. Any H.
+      k, v: [B, S, K, H] in q's dtype; K divides N, and query head n reads KV head n // (N / K). The queries are the last T of the S key
+        positions: query t sits at position S - T + t.
+      plan: the mode of each head. Its tables count key-side blocks, J = ceil(S / block_size): mode i8[B, K] or i8[B, J, K], bitmap
+        u32[B, K or N, J, ceil(J / 32)].
+      lengths: i32[B], valid positions of each entry. What lies beyond is padding and may hold anything, NaN included. None: S.
+      first_block: i32[B, J], the block where each block's document begins. None: one document per entry.
+      scale: factor of the scores, None: H ** -0.5.
+      implementation: None is the best one there is for the device, for now "xla" on all.
+
+    Returns:
+      (out [B, T, N, H] in q's dtype, lse f32[B, T, N]); rows that see no key, such as padding, hold 0 and -inf.
+
+    Raises:
+      ValueError: an argument does not fit the others; the text names it, its value and what is accepted.
+      NotImplementedError: the implementation asked for does not exist yet.
+    """
+    _check(q, k, v, plan, lengths, first_block, scale)
+    return _attend(_static(q, scale, implementation), q, k, v, plan, lengths, first_block)
+
+
+def mixed_head_attention_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    plan: HeadPlan,
+    *,
+    lengths: jax.Array | None = None,
+    first_block: jax.Array | None = None,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(dq, dk, dv) of `mixed_head_attention` for callers with a gradient rule of their own.
+
+    `out` and `lse` are what the forward pass returned for this plan, row by row: they may be selected from passes with other plans.
+    `d_out` is out's cotangent. Everything else, and what is raised, as in `mixed_head_attention`.
+    """
+    _check(q, k, v, plan, lengths, first_block, scale)
+    for name, x, shape in (("out", out, q.shape), ("lse", lse, q.shape[:3]), ("d_out", d_out, q.shape)):
+        _expect(name, x.shape, [shape])
+    return _backward(_static(q, scale, implementation), q, k, v, out, lse, d_out, plan, lengths, first_block)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    scale: float
+    implementation: str
+
+
+def _static(q: jax.Array, scale: float | None, implementation: Implementation | None) -> _Static:
+    name = implementation or "xla"
+    if name not in get_args(Implementation):
+        raise ValueError(f"implementation={name!r}: accepted are None, {', '.join(get_args(Implementation))}")
+    if name not in _KERNELS:
+        raise NotImplementedError(f"implementation={name!r} does not exist yet; available are {', '.join(_KERNELS)}")
+    _log_choice(name, jax.default_backend())
+    return _Static(scale=q.shape[-1] ** -0.5 if scale is None else float(scale), implementation=name)
+
+
+@functools.cache
+def _log_choice(implementation: str, backend: str) -> None:
+    logging.getLogger(__name__).info("mixed_head_attention runs the %s implementation on %s", implementation, backend)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(static: _Static, q: Any, k: Any, v: Any, plan: HeadPlan, lengths: Any, first_block: Any) -> tuple[jax.Array, jax.Array]:
+    return _forward(static, q, k, v, plan, lengths, first_block)
+
+
+def _attend_fwd(static: _Static, q: Any, k: Any, v: Any, plan: HeadPlan, lengths: Any, first_block: Any) -> tuple[Any, Any]:
+    out, lse = _forward(static, q, k, v, plan, lengths, first_block)
+    out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+    return (out, lse), (q, k, v, out, lse, plan, lengths, first_block)
+
+
+def _attend_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    q, k, v, out, lse, plan, lengths, first_block = residuals
+    dq, dk, dv = _backward(static, q, k, v, out, lse, cotangents[0], plan, lengths, first_block)
+    return dq, dk, dv, None, None, None
+
+
+_attend.defvjp(_attend_fwd, _attend_bwd)
+
+
+def _forward(static: _Static, q: Any, k: Any, v: Any, plan: HeadPlan, lengths: Any, first_block: Any) -> tuple[jax.Array, jax.Array]:
+    pad = _Padding(q, k, plan, lengths)
+    out, lse = _KERNELS[static.implementation].forward(
+        pad.queries(q), pad.keys(k), pad.keys(v), *pad.tables(plan, first_block), scale=static.scale
+    )
+    return pad.unpad_queries(out), pad.unpad_queries(lse)
+
+
+def _backward(
+    static: _Static, q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, plan: HeadPlan, lengths: Any, first_block: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    pad = _Padding(q, k, plan, lengths)
+    dq, dk, dv = _KERNELS[static.implementation].backward(
+        *(pad.queries(q), pad.keys(k), pad.keys(v), pad.queries(out), pad.queries(lse), pad.queries(d_out)),
+        *pad.tables(plan, first_block),
+        scale=static.scale,
+    )
+    return pad.unpad_queries(dq), dk[:, : k.shape[1]], dv[:, : k.shape[1]]
+
+
+class _Padding:
+    """Brings arguments to what a `_Kernel` may assume. Tokens beyond `lengths` become zeros: a probability of 0 times NaN is NaN."""
+
+    def __init__(self, q: jax.Array, k: jax.Array, plan: HeadPlan, lengths: jax.Array | None):
+        self.batch, self.num_queries = q.shape[:2]
+        self.num_keys = k.shape[1]
+        self.lengths = lengths
+        self.back = -self.num_keys % plan.block_size
+        self.front = (self.num_keys - self.num_queries) % plan.block_size  # so that queries start on a block as well
+
+    def queries(self, x: jax.Array) -> jax.Array:
+        return self._pad(x, self.num_keys - self.num_queries, self.front)
+
+    def keys(self, x: jax.Array) -> jax.Array:
+        return self._pad(x, 0, 0)
+
+    def unpad_queries(self, x: jax.Array) -> jax.Array:
+        return x[:, self.front : self.front + self.num_queries]
+
+    def tables(self, plan: HeadPlan, first_block: jax.Array | None) -> tuple[HeadPlan, jax.Array, jax.Array]:
+        num_blocks = (self.num_keys + self.back) // plan.block_size
+        mode = plan.mode[:, None] if plan.mode.ndim == 2 else plan.mode
+        mode = jnp.broadcast_to(mode, (self.batch, num_blocks, mode.shape[-1])).astype(jnp.int8)
+        lengths = jnp.full((self.batch,), self.num_keys, jnp.int32) if self.lengths is None else jnp.minimum(self.lengths, self.num_keys)
+        first = jnp.zeros((self.batch, num_blocks), jnp.int32) if first_block is None else first_block
+        return dataclasses.replace(plan, mode=mode), lengths, first
+
+    def _pad(self, x: jax.Array, offset: int, front: int) -> jax.Array:
+        if self.lengths is not None:
+            valid = offset + jnp.arange(x.shape[1]) < self.lengths[:, None]
+            x = jnp.where(valid.reshape(valid.shape + (1,) * (x.ndim - 2)), x, 0)
+        if front or self.back:
+            x = jnp.pad(x, [(0, 0), (front, self.back)] + [(0, 0)] * (x.ndim - 2))
+        return x
+
+
+def _expect(name: str, shape: tuple[int, ...], accepted: Sequence[tuple[int, ...]]) -> None:
+    if shape not in accepted:
+        raise ValueError(f"{name} has shape {shape}: accepted is {' or '.join(map(str, accepted))}")
+
+
+def _check(
+    q: jax.Array, k: jax.Array, v: jax.Array, plan: HeadPlan, lengths: jax.Array | None, first_block: jax.Array | None, scale: float | None
+) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} has shape {x.shape}: accepted are arrays of rank 4, [batch, tokens, heads, head dim]")
+        if x.dtype not in _DTYPES or x.dtype != q.dtype:
+            accepted = ", ".join(jnp.dtype(d).name for d in _DTYPES)
+            raise ValueError(f"{name} has dtype {x.dtype}: accepted are {accepted}, the same for q, k and v")
+    batch, queries, heads, dim = q.shape
+    keys, kv_heads = k.shape[1:3]
+    if k.shape != (batch, keys, kv_heads, dim) or keys < queries or not queries or not kv_heads or heads % kv_heads:
+        raise ValueError(
+            f"k has shape {k.shape}: for q of shape {q.shape} accepted is (B, S, K, H) with B={batch}, S >= {queries} >= 1, "
+            f"K a divisor of {heads}, H={dim}"
+        )
+    _expect("v", v.shape, [k.shape])
+    if scale is not None and not scale > 0:
+        raise ValueError(f"scale={scale}: accepted are None and numbers above 0")
+    if plan.block_size < 16 or plan.block_size & (plan.block_size - 1):
+        raise ValueError(f"plan.block_size={plan.block_size}: accepted are powers of two from 16")
+    if plan.sink_blocks < 0 or plan.local_blocks < 1:
+        raise ValueError(
+            f"plan.sink_blocks={plan.sink_blocks}, plan.local_blocks={plan.local_blocks}: accepted are 0 and more, and 1 and more"
+        )
+    blocks = -(-keys // plan.block_size)
+    _expect("plan.mode", plan.mode.shape, [(batch, kv_heads), (batch, blocks, kv_heads)])
+    _expect_integers("plan.mode", plan.mode)
+    if plan.blocks is not None:
+        words = -(-blocks // BlockMask.WORD)
+        _expect("plan.blocks.bitmap", plan.blocks.bitmap.shape, [(batch, h, blocks, words) for h in (kv_heads, heads)])
+        if plan.blocks.bitmap.dtype != jnp.uint32:
+            raise ValueError(f"plan.blocks.bitmap has dtype {plan.blocks.bitmap.dtype}: accepted is uint32")
+    for name, x, shape in (("lengths", lengths, (batch,)), ("first_block", first_block, (batch, blocks))):
+        if x is not None:
+            _expect(name, x.shape, [shape])
+            _expect_integers(name, x)
+
+
+def _expect_integers(name: str, x: jax.Array) -> None:
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise ValueError(f"{name} has dtype {x.dtype}: accepted are integers")

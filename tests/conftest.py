@@ -1,0 +1,17 @@
+"""Settings for all tests."""
+
+import os
+import tempfile
+
+import pytest
+
+# Tests compile the same programs again and again, in several processes: one compilation cache serves them all.
+_CACHE = os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"elastic-jax-tests-{os.getuid()}"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compilation_cache():
+    import jax
+
+    assert jax.config.jax_compilation_cache_dir == _CACHE

@@ -1,0 +1,184 @@
+"""The programs as a user runs them, in processes of their own, on a tiny model written to a folder."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from flax import nnx
+from orbax.checkpoint import v1 as ocp
+
+from elastic_jax.models.decoder import Decoder
+from elastic_jax.training_loop import read_metrics
+from elastic_jax.weights.safetensors import save_safetensors
+from tests.tiny import tiny_config
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    """A folder with a tiny model and a packed parquet in the released layout."""
+    root = tmp_path_factory.mktemp("workshop")
+    config = tiny_config()
+    save_safetensors(Decoder(config, rngs=nnx.Rngs(params=0), param_dtype=jnp.float32), root / "model")
+    rng = np.random.default_rng(0)
+    rows = []
+    for _ in range(12):
+        lengths = rng.integers(20, 60, 2)
+        ids = rng.integers(0, config.vocab_size, lengths.sum())
+        labels = ids.copy()
+        labels[[0, lengths[0]]] = -100
+        rows.append(
+            {
+                "input_ids": ids.tolist(),
+                "labels": labels.tolist(),
+                "seq_lengths": [0, int(lengths[0]), int(lengths.sum())],
+                "task_ids": (tasks := rng.integers(0, 5, 2).tolist()),
+                "task_type": [["Single QA", "MultiHop QA", "Summarization", "Code", "In-Context Learning"][t] for t in tasks],
+                "range_ids": [[0, 0, 0, int(n) - 6, 0, int(n) - 6, int(n) - 5, int(n) - 1] for n in lengths],
+            }
+        )
+    pq.write_table(pa.Table.from_pylist(rows), root / "packed.parquet")
+    return root
+
+
+def command(workshop, out, program="train", **changes):
+    flags = {"model": workshop / "model", "data": f"packed:{workshop}/packed.parquet", "pack_tokens": 128, "min_tokens": 8}
+    flags |= {"block_size": 16, "sink_tokens": 16, "local_tokens": 32, "steps": STEPS, "global_batch": 2, "max_documents": 4}
+    flags |= {"warmup": 0.0, "router_lr": 0.01, "checkpoint_every": 1, "out": out}
+    return [sys.executable, "-m", f"experiments.{program}", *(f"--{k}={v}" for k, v in (flags | changes).items())]
+
+
+def run(arguments, **options):
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=300, **options)
+
+
+def final_state(out):
+    return ocp.load(Path(out) / "checkpoints" / str(STEPS) / "state")
+
+
+def assert_same_run(one, other):
+    import jax
+
+    jax.tree.map(np.testing.assert_array_equal, final_state(one), final_state(other))
+    timeless = lambda path: [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in read_metrics(path)]
+    assert timeless(one) == timeless(other)
+
+
+@pytest.fixture(scope="module")
+def whole(workshop):
+    """An uninterrupted run."""
+    result = run(command(workshop, workshop / "whole"))
+    assert result.returncode == 0, result.stderr
+    assert f"checkpoint of step {STEPS}" in result.stdout
+    return workshop / "whole"
+
+
+def kill_when(arguments, condition):
+    """Starts the program and sends it SIGKILL as soon as the condition holds; returns whether it did before the end."""
+    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None:
+        if condition():
+            process.kill()
+            process.wait()
+            return True
+        time.sleep(0.0005)
+    return False
+
+
+def half_written(out):
+    checkpoints = out / "checkpoints"
+    return checkpoints.is_dir() and any("tmp" in entry.name for entry in os.scandir(checkpoints))
+
+
+def lines(out):
+    metrics = out / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+def test_a_killed_run_goes_on_bit_identically(workshop, whole):
+    """Killed before the first step, after two steps, during a save, and then once more before its end."""
+    out = workshop / "killed"
+    arguments = command(workshop, out)
+    assert kill_when(arguments, lambda: (out / "settings.json").exists())
+    assert kill_when(arguments, lambda: lines(out) >= 2)
+    before = lines(out)
+    assert kill_when(arguments, lambda: lines(out) > before and half_written(out))
+    result = run(arguments)
+    assert result.returncode == 0, result.stderr
+    assert "going on from step" in result.stdout
+    assert_same_run(whole, out)
+
+
+def test_sigterm_saves_and_exits_zero(workshop, whole):
+    out = workshop / "terminated"
+    arguments = command(workshop, out, checkpoint_every=100)
+    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    while lines(out) < 2 and process.poll() is None:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGTERM)
+    stdout, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert "stopped by SIGTERM: checkpoint of step" in stdout
+    assert run(arguments).returncode == 0
+    assert_same_run(whole, out)
+
+
+def test_the_run_leaves_metrics_plots_and_settings(whole):
+    records = read_metrics(whole)
+    assert [record["step"] for record in records] == list(range(STEPS))
+    expected = {"lm_loss", "penalty", "msr", "target_low", "target_high", "lambda1", "lambda2", "entropy", "temperature"}
+    assert expected | {"router_lr", "multiplier_lr", "grad_norm", "tokens_per_second"} <= records[0].keys()
+    assert set(records[0]["msr"]) == {"single_qa", "multihop_qa", "summarization", "code", "in_context"}
+    assert (whole / "training.png").stat().st_size > 10_000
+    assert list((whole / "tensorboard").iterdir())
+    assert json.loads((whole / "settings.json").read_text())["steps"] == STEPS
+
+
+def test_figures_from_a_finished_run(whole):
+    (whole / "training.png").unlink()
+    result = run([sys.executable, "-m", "experiments.figures", f"--out={whole}"])
+    assert result.returncode == 0, result.stderr
+    assert (whole / "training.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "qwen3_4b"}, "--model=qwen3_4b is a preset without weights: add --weights="),
+        ({"model": "nowhere"}, "nowhere"),
+        ({"data": "wikipedia"}, "source 'wikipedia': accepted are corpus"),
+        ({"block_size": 24}, "block_size=24: accepted are powers of two"),
+        ({"pack_tokens": 100}, "pack_tokens=100"),
+        ({"pack_tokens": 1024}, "--max_tokens=1024 is beyond the model's 512 positions"),
+        ({"max_tokens": 10}, "none is left to train on"),
+        ({"t_sensitive": 1.7}, "accepted are values in [0, 1]"),
+        ({"lower": "0.1,0.2"}, "--lower and --upper go together"),
+        ({"steps": 0}, "steps=0"),
+        ({"global_batch": 3, "packs_per_device": 2}, "global_batch=3 is not a multiple"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_it(workshop, tmp_path, changes, message):
+    result = run(command(workshop, tmp_path / "out", **changes))
+    assert result.returncode == 1
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_another_runs_folder_is_refused_and_left_alone(workshop, whole):
+    out = workshop / "copied"
+    shutil.copytree(whole, out)
+    result = run(command(workshop, out, seed=7))
+    assert result.returncode == 1
+    assert "other settings (seed: 42 there, 7 now)" in result.stderr
+    assert_same_run(whole, out)
