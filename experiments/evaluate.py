@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from absl import app, flags
+from absl import app, flags, logging
 
 from elastic_jax.checkpoints import RunDirectory
 from elastic_jax.data.packing import fill_pack
@@ -82,6 +82,7 @@ def _first_of_each_class(documents: Any, rows: int) -> list[Any]:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         sys.exit(f"unexpected argument {argv[1]!r}: every option is a flag, --helpfull lists them")
+    logging.set_verbosity(logging.WARNING)  # Orbax tells every step of a save
     use_compilation_cache()
     values = flags.FLAGS
     for name in ("rows", "random_seeds", "batch_size"):

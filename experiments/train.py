@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import jax
-from absl import app, flags
+from absl import app, flags, logging
 
 from elastic_jax.checkpoints import RunDirectory
 from elastic_jax.data.dataset import PackedDataset
@@ -140,6 +140,7 @@ def _run(settings: dict[str, Any], out: str, checkpoint_every: int, keep: int, w
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         sys.exit(f"unexpected argument {argv[1]!r}: every option is a flag, --helpfull lists them")
+    logging.set_verbosity(logging.WARNING)  # Orbax tells every step of a save
     use_compilation_cache()
     values = flags.FLAGS
     settings = {name: values[name].value for name in (*MODEL_FLAGS, *_DATA_FLAGS)}

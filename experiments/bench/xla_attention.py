@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from elastic_jax.config import HeadMode, SparsityConfig
 from elastic_jax.plan import HeadPlan, effective_sparsity, uniform_plan
@@ -51,8 +50,6 @@ def run(
                     "median_ms": round(1e3 * statistics.median(seconds), 2),
                     "min_ms": round(1e3 * min(seconds), 2),
                     "tflops": round(work * 2 * tokens**2 * heads * head_dim / min(seconds) / 1e12, 4),
-                    "jax": jax.__version__,
-                    "device": jax.devices()[0].device_kind,
                 }
 
 
