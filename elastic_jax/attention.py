@@ -34,7 +34,7 @@ def routed_attention(
     sparsity: SparsityConfig,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """Training: every head runs in the setting's retrieval mode and in its sparse mode, and `is_full` selects one (paper section 4.2).
+    """Training: every head runs in the setting's retrieval mode and in its sparse mode, and `is_full` selects one (paper section 4).
 
     The gradient of is_full[b, c, k] is <dO, O_retrieval - O_sparse> over the document's tokens and the group's query heads, in float32;
     those of q, k and v come from the selected branch alone, by one backward call on the mixed plan. XAttention's selection is computed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -17,7 +17,9 @@ _SETTINGS = "settings.json"
 
 
 class RunDirectory:
-    """A run's folder: `settings.json`, `checkpoints/`, `metrics.jsonl`, `tensorboard/` and whatever programs add.
+    """A run's folder, to be used in a `with` statement.
+
+    It holds `settings.json`, `checkpoints/`, `metrics.jsonl`, `tensorboard/` and whatever programs add.
 
     Args:
       path: created if absent.
@@ -32,8 +34,9 @@ class RunDirectory:
             raise ValueError(f"keep={keep}: at least 1 checkpoint must be kept")
         self.path.mkdir(parents=True, exist_ok=True)
         self._checkpointer = ocp.training.Checkpointer(
-            self.path / "checkpoints",
-            preservation_policy=ocp.training.preservation_policies.LatestN(keep),
+            str(self.path / "checkpoints"),
+            # Orbax's own policies do not match the protocol that it declares for them.
+            preservation_policy=cast(Any, ocp.training.preservation_policies.LatestN(keep)),
             # What a killed run left half-written.
             cleanup_tmp_directories=True,
         )
@@ -83,3 +86,9 @@ class RunDirectory:
 
     def close(self) -> None:
         self._checkpointer.close()
+
+    def __enter__(self) -> RunDirectory:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

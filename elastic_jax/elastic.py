@@ -22,6 +22,7 @@ from elastic_jax.models.config import ModelConfig
 from elastic_jax.models.decoder import Decoder
 from elastic_jax.plan import effective_sparsity
 from elastic_jax.router import AttentionRouter, Routing, choose_routing, pool_keys, straight_through
+from pallas_kernels.api import Implementation
 
 Arrays = dict[str, Any]
 
@@ -55,7 +56,7 @@ class ElasticModel:
     decoder: nnx.GraphDef[Decoder]
     sparsity: SparsityConfig = SparsityConfig()
     router: RouterConfig = RouterConfig()
-    implementation: str | None = None
+    implementation: Implementation | None = None
 
     @classmethod
     def create(cls, decoder: Decoder, config: ModelConfig, **options: Any) -> tuple[ElasticModel, Arrays]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any
 
 import jax
@@ -75,5 +76,5 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
         optax.add_decayed_weights(config.weight_decay),
         optax.scale_by_learning_rate(schedule(config, config.multiplier_lr)),
     )
-    groups = {"router": router, "multipliers": multipliers, "frozen": optax.set_to_zero()}
+    groups: dict[Hashable, optax.GradientTransformation] = {"router": router, "multipliers": multipliers, "frozen": optax.set_to_zero()}
     return optax.chain(optax.clip_by_global_norm(config.clip), optax.multi_transform(groups, parameter_labels))

@@ -2,7 +2,7 @@
 
 Axis letters: B batch, N query heads, K KV heads, G = N / K, C documents, Q query blocks, J key blocks, R any run of query blocks.
 
-Query block r of a document that begins at block a sees these key blocks (architecture.md, Packing):
+Query block r of a document that begins at block a sees these key blocks:
     FULL          a .. r
     STREAMING     a .. a + sink - 1   and   max(a + sink, r - local + 1) .. r
     BLOCK_SPARSE  the blocks of its row of the bitmap that lie in a .. r
@@ -162,7 +162,7 @@ def effective_sparsity(
     """Effective sparsity ratio of one layer: the share of causal (query, key) token pairs of a document that are not attended.
 
     Paper Eq. 5 is a mean over heads of each head's pruned ratio, 0 for full heads; so is this one. The paper does not define the ratio
-    and its plotted values fit the last query's row only (reference.md 5.6); here every causal pair of the document counts once, the
+    and its plotted values fit the last query's row only; here every causal pair of the document counts once, the
     triangle of the diagonal block by element.
 
     Args:

@@ -6,9 +6,9 @@ Axis letters: A micro-batches, B packs of all devices, T tokens, C documents per
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +120,7 @@ def init_state(model: ElasticModel, config: TrainConfig) -> TrainState:
     )
 
 
-def data_mesh(devices: list[jax.Device] | None = None) -> Mesh:
+def data_mesh(devices: Sequence[Any] | None = None) -> Mesh:
     """One mesh axis, `data`, over the given devices (default: all)."""
     devices = jax.devices() if devices is None else devices
     return jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
@@ -208,7 +208,7 @@ def make_train_step(
         }
         new = TrainState(
             step=state.step + 1,
-            trainable=optax.apply_updates(state.trainable, updates),
+            trainable=cast(dict[str, Any], optax.apply_updates(state.trainable, updates)),
             optimizer=optimizer_state,
             noise_key=state.noise_key,
         )

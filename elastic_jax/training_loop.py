@@ -131,12 +131,11 @@ def train(
         stopped = stack.enter_context(_sigterm_flag())
         log = stack.enter_context(contextlib.closing(MetricsLog(run.path, first))) if jax.process_index() == 0 else None
         bar = stack.enter_context(tqdm(total=steps, initial=first, unit="step", disable=log is None))
-        batch = shard_batch(data.batch(first, shape), mesh) if first < steps else None
+        batch = shard_batch(data.batch(first, shape), mesh)
         for step in range(first, steps):
             started = time.perf_counter()
             state, device_metrics = train_step(state, backbone, batch)
-            if step + 1 < steps:
-                batch = shard_batch(data.batch(step + 1, shape), mesh)  # while the device works
+            batch = shard_batch(data.batch(step + 1, shape), mesh)  # while the device works
             metrics = jax.device_get(device_metrics)
             if not math.isfinite(float(metrics["loss"])) or not math.isfinite(float(metrics["grad_norm"])):
                 packs = config.global_batch

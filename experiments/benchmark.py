@@ -6,12 +6,12 @@ python -m experiments.benchmark --what=xla_attention --tokens=8192
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import platform
 import sys
 
 import jax
-import jaxlib
 from absl import app, flags
 
 from experiments.bench import train_step, xla_attention
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
         about = {
             "device": jax.devices()[0].device_kind,
             "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
+            "jaxlib": importlib.metadata.version("jaxlib"),
             "python": platform.python_version(),
         }
         for record in records:

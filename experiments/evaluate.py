@@ -16,7 +16,7 @@ from absl import app, flags, logging
 
 from elastic_jax.checkpoints import RunDirectory
 from elastic_jax.data.packing import fill_pack
-from elastic_jax.data.sources import load_documents
+from elastic_jax.data.sources import load_documents, needs_tokenizer
 from elastic_jax.evaluation.heldout import HeldoutScorer, evaluate_heldout, heldout_batches, report_table
 from elastic_jax.trainer import data_mesh, init_state
 from elastic_jax.weights.load import load_tokenizer
@@ -28,16 +28,16 @@ from experiments.train import train_config
 def _heldout(out: str, rows: int, random_seeds: int, batch_size: int, seed: int) -> None:
     if not Path(out).is_dir():
         raise ValueError(f"--out={out} is no folder: give the folder of a run that experiments.train made")
-    run = RunDirectory(out)
-    settings = run.settings()
-    if run.latest_step is None:
-        raise ValueError(f"--out={out} holds no checkpoint yet")
-    model, backbone, source = load_elastic_model(settings)
-    state = run.load(init_state(model, train_config(settings)), data_mesh(jax.devices()[:1]))
+    with RunDirectory(out) as run:
+        settings = run.settings()
+        if run.latest_step is None:
+            raise ValueError(f"--out={out} holds no checkpoint yet")
+        model, backbone, source = load_elastic_model(settings)
+        state = run.load(init_state(model, train_config(settings)), data_mesh(jax.devices()[:1]))
     max_tokens = settings["max_tokens"] or settings["pack_tokens"]
     documents = load_documents(
         settings["data"],
-        load_tokenizer(source),
+        load_tokenizer(source) if needs_tokenizer(settings["data"]) else None,
         split="heldout",
         max_tokens=max_tokens,
         min_tokens=min(settings["min_tokens"], max_tokens),
@@ -64,7 +64,6 @@ def _heldout(out: str, rows: int, random_seeds: int, batch_size: int, seed: int)
     )
     (run.path / "heldout.md").write_text(table)
     print(f"\n{table}\n{time.perf_counter() - started:.0f} s; wrote {path}, heldout.md and {plot_heads(run.path, report).name}")
-    run.close()
 
 
 def _first_of_each_class(documents: Any, rows: int) -> list[Any]:
@@ -85,9 +84,6 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)  # Orbax tells every step of a save
     use_compilation_cache()
     values = flags.FLAGS
-    for name in ("rows", "random_seeds", "batch_size"):
-        if values[name].value < 1:
-            sys.exit(f"error: --{name}={values[name].value}: at least 1 is needed")
     try:
         _heldout(values.out, values.rows, values.random_seeds, values.batch_size, values.seed)
     except (ValueError, FileNotFoundError, ImportError) as error:
@@ -97,8 +93,8 @@ def main(argv: list[str]) -> None:
 if __name__ == "__main__":
     flags.DEFINE_enum("suite", "heldout", ["heldout"], "What to evaluate.")
     flags.DEFINE_string("out", "runs/train", "The run's folder.")
-    flags.DEFINE_integer("rows", 40, "Documents of each class.")
-    flags.DEFINE_integer("random_seeds", 5, "Draws of random routing.")
-    flags.DEFINE_integer("batch_size", 1, "Documents per forward pass.")
+    flags.DEFINE_integer("rows", 40, "Documents of each class.", lower_bound=1)
+    flags.DEFINE_integer("random_seeds", 5, "Draws of random routing.", lower_bound=1)
+    flags.DEFINE_integer("batch_size", 1, "Documents per forward pass.", lower_bound=1)
     flags.DEFINE_integer("seed", 0, "Of the random routing.")
     app.run(main)

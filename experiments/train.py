@@ -11,10 +11,12 @@ from typing import Any
 
 import jax
 from absl import app, flags, logging
+from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_jax.checkpoints import RunDirectory
 from elastic_jax.data.dataset import PackedDataset
-from elastic_jax.data.sources import load_documents
+from elastic_jax.data.packing import check_pack_shape
+from elastic_jax.data.sources import load_documents, needs_tokenizer
 from elastic_jax.objective import PenaltyConfig
 from elastic_jax.optim import OptimizerConfig
 from elastic_jax.trainer import TrainConfig, data_mesh
@@ -83,46 +85,49 @@ def train_config(settings: dict[str, Any]) -> TrainConfig:
     )
 
 
-def _run(settings: dict[str, Any], out: str, checkpoint_every: int, keep: int, workers: int) -> bool:
-    config = train_config(settings)
+def _run(settings: dict[str, Any], out: str, checkpoint_every: int, keep: int, workers: int) -> None:
+    # What can be told at once is told before weights and data are read.
+    config, mesh = train_config(settings), data_mesh()
+    config.micro_batches(mesh.size)
+    check_pack_shape(settings["pack_tokens"], settings["block_size"], settings["max_documents"])
+    if checkpoint_every < 1:
+        raise ValueError(f"checkpoint_every={checkpoint_every}: at least 1 step is needed")
+    has_text = needs_tokenizer(settings["data"])
     model, backbone, source = load_elastic_model(settings)
     max_tokens = settings["max_tokens"] or settings["pack_tokens"]
     check_length(model, max_tokens)
-    run = RunDirectory(out, keep=keep)
-    run.claim(settings)
-    started = time.perf_counter()
-    documents = load_documents(
-        settings["data"],
-        load_tokenizer(source),
-        split="train",
-        max_tokens=max_tokens,
-        min_tokens=min(settings["min_tokens"], max_tokens),
-        corpus_rows_per_class=settings["corpus_rows"],
-        seed=settings["seed"],
-        workers=workers,
-    )
-    print(f"data: {time.perf_counter() - started:.0f} s\n{documents.report}")
-    packs = PackedDataset(
-        documents,
-        pack_tokens=settings["pack_tokens"],
-        block_size=settings["block_size"],
-        max_documents=settings["max_documents"],
-        seed=settings["seed"],
-        loss_on=settings["loss_on"],
-    )
-    counts = ", ".join(f"{task.name.lower()} {count}" for task, count in documents.class_counts.items())
-    mesh = data_mesh()
-    print(
-        f"{len(documents)} documents ({counts}) in {len(packs)} packs of {settings['pack_tokens']} tokens, {packs.fill:.0%} filled; "
-        f"{config.optimizer.steps} steps of {config.global_batch} packs on {mesh.size} x {mesh.devices.flat[0].device_kind}"
-    )
-    if run.latest_step is not None:
-        print(f"going on from step {run.latest_step}")
-    backbone = jax.device_put(backbone, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
-    try:
+    with RunDirectory(out, keep=keep) as run:
+        run.claim(settings)
+        started = time.perf_counter()
+        documents = load_documents(
+            settings["data"],
+            load_tokenizer(source) if has_text else None,
+            split="train",
+            max_tokens=max_tokens,
+            min_tokens=min(settings["min_tokens"], max_tokens),
+            corpus_rows_per_class=settings["corpus_rows"],
+            seed=settings["seed"],
+            workers=workers,
+        )
+        print(f"data: {time.perf_counter() - started:.0f} s\n{documents.report}")
+        packs = PackedDataset(
+            documents,
+            pack_tokens=settings["pack_tokens"],
+            block_size=settings["block_size"],
+            max_documents=settings["max_documents"],
+            seed=settings["seed"],
+            loss_on=settings["loss_on"],
+        )
+        counts = ", ".join(f"{task.name.lower()} {count}" for task, count in documents.class_counts.items())
+        print(
+            f"{len(documents)} documents ({counts}) in {len(packs)} packs of {settings['pack_tokens']} tokens, {packs.fill:.0%} filled; "
+            f"{config.optimizer.steps} steps of {config.global_batch} packs on {mesh.size} x {mesh.devices.flat[0].device_kind}"
+        )
+        if run.latest_step is not None:
+            print(f"going on from step {run.latest_step}")
         _, complete = train(
             model,
-            backbone,
+            jax.device_put(backbone, NamedSharding(mesh, PartitionSpec())),
             packs,
             config,
             run,
@@ -130,11 +135,8 @@ def _run(settings: dict[str, Any], out: str, checkpoint_every: int, keep: int, w
             tokens_per_pack=settings["pack_tokens"],
             checkpoint_every=checkpoint_every,
         )
-    finally:
-        run.close()
-    print(f"{'trained' if complete else 'stopped by SIGTERM'}: checkpoint of step {run.latest_step} in {run.path}")
-    print(f"wrote {plot_training(run.path)}")
-    return complete
+        print(f"{'trained' if complete else 'stopped by SIGTERM'}: checkpoint of step {run.latest_step} in {run.path}")
+        print(f"wrote {plot_training(run.path)}")
 
 
 def main(argv: list[str]) -> None:

@@ -1,6 +1,5 @@
 """The training step: what it trains, what it leaves alone, and that batching, devices and restarts do not change it."""
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -124,13 +123,10 @@ def test_sparsity_moves_to_its_targets():
 
 def loop(tmp_path, config=CONFIG, packs=None, **options):
     model, backbone = tiny_model()
-    run = RunDirectory(tmp_path)
-    run.claim({"seed": config.seed})
     arguments = dict(tokens_per_pack=128, checkpoint_every=2) | options
-    try:
+    with RunDirectory(tmp_path) as run:
+        run.claim({"seed": config.seed})
         return train(model, backbone, packs or SyntheticPacks(), config, run, mesh(), **arguments)
-    finally:
-        run.close()
 
 
 class StopsAt(SyntheticPacks):
@@ -149,15 +145,14 @@ class StopsAt(SyntheticPacks):
 def test_a_run_stopped_by_sigterm_goes_on_bit_identically(tmp_path):
     whole, complete = loop(tmp_path / "whole")
     assert complete
-    for stop in (1, 2, 3):
-        state, complete = loop(tmp_path / f"parts{stop}", packs=StopsAt(stop))
-        assert not complete
-        assert int(state.step) == stop
-        resumed, complete = loop(tmp_path / f"parts{stop}")
-        assert complete
-        assert_trees_equal(whole, resumed)
-        timeless = lambda path: [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in read_metrics(path)]
-        assert timeless(tmp_path / "whole") == timeless(tmp_path / f"parts{stop}")
+    state, complete = loop(tmp_path / "parts", packs=StopsAt(3))
+    assert not complete
+    assert int(state.step) == 3
+    resumed, complete = loop(tmp_path / "parts")
+    assert complete
+    assert_trees_equal(whole, resumed)
+    timeless = lambda path: [{k: v for k, v in r.items() if k != "tokens_per_second"} for r in read_metrics(path)]
+    assert timeless(tmp_path / "whole") == timeless(tmp_path / "parts")
 
 
 class Poisoned(SyntheticPacks):
@@ -169,13 +164,13 @@ class Poisoned(SyntheticPacks):
 def test_a_non_finite_loss_names_the_step_and_keeps_the_checkpoint(tmp_path):
     with pytest.raises(NonFiniteLossError, match=r"step 3: loss nan.*packs 12 to 15.*checkpoint is of step 2"):
         loop(tmp_path, packs=Poisoned())
-    with contextlib.closing(RunDirectory(tmp_path)) as run:
+    with RunDirectory(tmp_path) as run:
         assert run.latest_step == 2
     assert [r["step"] for r in read_metrics(tmp_path)] == [0, 1, 2]
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
-    with contextlib.closing(RunDirectory(tmp_path)) as run:
+    with RunDirectory(tmp_path) as run:
         run.claim({"seed": 1, "steps": 5})
         run.claim({"steps": 5, "seed": 1})
         with pytest.raises(ValueError, match=r"other settings \(seed: 1 there, 2 now\)"):

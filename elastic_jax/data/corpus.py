@@ -2,7 +2,7 @@
 
 | class         | kind     | context                                               | answer                                     |
 |---------------|----------|-------------------------------------------------------|--------------------------------------------|
-| single_qa     | needle   | essays with one sentence that states a number          | the number (three rows of five)             |
+| single_qa     | needle   | essays with one sentence that states a number          | that sentence (three rows of five)          |
 |               | squad    | paragraphs of other articles around the right one      | SQuAD's answer                              |
 | multihop_qa   | hotpotqa | documents of other questions around the two needed     | HotpotQA's answer                           |
 | summarization | aclsum   | research papers, as many as fit                        | abstract, or each paper's human summary     |
@@ -41,48 +41,15 @@ _ANSWER_LINES = 8
 _LABELS = 5
 _T = TypeVar("_T")
 
+# fmt: off
 _ADJECTIVES = (
-    "amber",
-    "brisk",
-    "calm",
-    "dusty",
-    "early",
-    "faint",
-    "gentle",
-    "hollow",
-    "ivory",
-    "jolly",
-    "keen",
-    "lucid",
-    "mellow",
-    "olive",
+    "amber", "brisk", "calm", "dusty", "early", "faint", "gentle", "hollow", "ivory", "jolly", "keen", "lucid", "mellow", "olive",
 )
 _NOUNS = (
-    "anchor",
-    "badger",
-    "canyon",
-    "dolphin",
-    "engine",
-    "falcon",
-    "garden",
-    "harbor",
-    "island",
-    "jacket",
-    "kettle",
-    "lantern",
-    "meadow",
-    "needle",
-    "orchard",
-    "pigeon",
-    "quarry",
-    "river",
-    "saddle",
-    "temple",
-    "umbrella",
-    "valley",
-    "window",
-    "yacht",
+    "anchor", "badger", "canyon", "dolphin", "engine", "falcon", "garden", "harbor", "island", "jacket", "kettle", "lantern",
+    "meadow", "needle", "orchard", "pigeon", "quarry", "river", "saddle", "temple", "umbrella", "valley", "window", "yacht",
 )
+# fmt: on
 
 
 def build_corpus(
@@ -93,7 +60,7 @@ def build_corpus(
     Args:
       tokenizer: fast, with a chat template; lengths are those of its documents.
       split: the two parts share no article, question, paper, file, essay section or needle.
-      min_tokens: shortest document.
+      min_tokens: shortest document; below 384 it counts as 384.
       max_tokens: longest document. Each row aims at a length drawn evenly between the two and comes within about 10 % below it,
         never above; where papers end early, up to 15 %.
       per_class: rows per class. Texts are used again, in other company, once all have been used.
@@ -220,9 +187,17 @@ def _single_qa(split: Split, seed: int) -> _Maker:
 
     def needle(number: int, rng: random.Random, gauge: _Gauge, target: int) -> Row:
         key, value = rng.choice(keys), str(rng.randrange(1_000_000, 10_000_000))
-        question = f"What is the special magic number of the {key}? Answer with the number only."
-        row = Row(context="", question=question, answer=value, task=TaskClass.SINGLE_QA, id=f"needle:{split}:{number}", kind="needle")
-        fact = f" The special magic number of the {key} is {value}."
+        # A whole sentence: asked for the bare number, a small model begins with "The", and the first digit measures that, not retrieval.
+        fact = f"The special magic number of the {key} is {value}."
+        row = Row(
+            context="",
+            question=f"What is the special magic number of the {key}?",
+            answer=fact,
+            task=TaskClass.SINGLE_QA,
+            id=f"needle:{split}:{number}",
+            kind="needle",
+        )
+        fact = " " + fact
         pieces = (" " + piece for piece in _cycle_from(essays, rng.randrange(len(essays))))
         filler = _take(pieces, gauge.room(row, target) - gauge.count(fact), gauge, _sentences)
         return dataclasses.replace(row, context=_hide([fact], filler, rng, gauge))

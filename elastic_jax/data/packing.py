@@ -23,6 +23,14 @@ def permutation(size: int, *key: int) -> np.ndarray:
     return np.argsort(np.random.PCG64(np.random.SeedSequence(key)).random_raw(size), kind="stable")
 
 
+def check_pack_shape(pack_tokens: int, block_size: int, max_documents: int) -> None:
+    """ValueError where the sizes of a pack do not fit together."""
+    if block_size < 1 or pack_tokens < block_size or pack_tokens % block_size:
+        raise ValueError(f"pack_tokens={pack_tokens}: it must be a positive multiple of block_size={block_size}")
+    if max_documents < 1:
+        raise ValueError(f"max_documents={max_documents}: at least 1 is needed")
+
+
 def plan_packs(lengths: np.ndarray, *, pack_tokens: int, block_size: int, max_documents: int, seed: int) -> list[list[int]]:
     """Distributes documents over packs: in seeded random order, each into the oldest open pack that has room for it.
 
@@ -39,10 +47,7 @@ def plan_packs(lengths: np.ndarray, *, pack_tokens: int, block_size: int, max_do
     Raises:
       ValueError: a size out of range, or a document longer than a pack.
     """
-    if block_size < 1 or pack_tokens < block_size or pack_tokens % block_size:
-        raise ValueError(f"pack_tokens={pack_tokens}: it must be a positive multiple of block_size={block_size}")
-    if max_documents < 1:
-        raise ValueError(f"max_documents={max_documents}: at least 1 is needed")
+    check_pack_shape(pack_tokens, block_size, max_documents)
     if lengths.size and lengths.max() > pack_tokens:
         raise ValueError(f"document {int(lengths.argmax())} has {lengths.max()} tokens, more than pack_tokens={pack_tokens}")
     blocks = -(-lengths // block_size)

@@ -24,9 +24,14 @@ _ACCEPTED = (
 _TEXT_COLUMNS = ("context", "question", "answer")
 
 
+def needs_tokenizer(spec: str) -> bool:
+    """Whether a mixture has text to tokenise; ValueError for an unknown source."""
+    return any(name != "packed" for name, _ in [_parse(part) for part in spec.split(",")])
+
+
 def load_documents(
     spec: str,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     *,
     split: Split,
     max_tokens: int,
@@ -41,7 +46,7 @@ def load_documents(
       spec: sources joined by commas (paths hold no comma). "corpus" is built offline from the packaged texts; "jsonl:PATH" has a
         row per line (see `read_jsonl`); "packed:PATH" is the authors' packed layout, already tokenised; the others are the tables
         of `HUB_SOURCES`, from their hub or a local copy.
-      tokenizer: fast, with a chat template.
+      tokenizer: fast, with a chat template; None will do where `needs_tokenizer` says so.
       split: "train" or "heldout". A single file is read whole for either.
       max_tokens: longest document; longer ones are rejected, never cut. Also the length that corpus rows are built to.
       min_tokens: shortest document; the shortest length that corpus rows are built to.
@@ -62,6 +67,8 @@ def load_documents(
             if name == "packed":
                 yield from read_packed(Path(path), report=report, max_tokens=max_tokens, min_tokens=min_tokens)
                 continue
+            if tokenizer is None:
+                raise ValueError(f"source {name!r} has text: a tokenizer is needed")
             if name == "corpus":
                 rows = iter(
                     build_corpus(

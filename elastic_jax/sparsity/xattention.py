@@ -8,7 +8,7 @@ then a softmax along each row over a <= i inside the document, then the sum over
 Selection, per query head and query block: the document's first block and the diagonal block always; of the others, in descending W and
 the lower column first among equals, the fewest with which the kept mass reaches `threshold` of the row's total.
 
-What differs from the authors' code (baselines.md 3.1): scores and sums are float32 throughout; no slice by a padding of zero, so chunks
+What differs from the authors' code: scores and sums are float32 throughout; no slice by a padding of zero, so chunks
 never lose their keys; "first block" is a key column of every row, per document; batches, grouped heads and ragged lengths work.
 The grid is causal by cell as there, so the diagonal cell holds some products of a query with a later key of the same s tokens.
 """
