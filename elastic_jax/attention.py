@@ -32,6 +32,7 @@ def routed_attention(
     document: jax.Array | None,
     first_block: jax.Array | None,
     sparsity: SparsityConfig,
+    valid: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """Training: every head runs in the setting's retrieval mode and in its sparse mode, and `is_full` selects one (paper section 4).
@@ -46,6 +47,7 @@ def routed_attention(
       document: i32[B, Q], values below C; -1 marks padding blocks, which attend in the sparse mode and give `is_full` no gradient.
         None: one document per entry, C = 1.
       first_block: i32[B, Q], as in `PackedBatch`. None with document=None.
+      valid: bool[B, T], False for the padding at the end of a document, which XAttention must not count. None: no padding.
 
     Returns: [B, T, N, H] in q's dtype.
 
@@ -53,7 +55,7 @@ def routed_attention(
       ValueError: shapes that do not fit; and what `mixed_head_attention` raises.
     """
     _check(q, k, is_full, document, first_block, sparsity)
-    return _routed(_Static(sparsity, implementation), q, k, v, is_full, document, first_block)
+    return _routed(_Static(sparsity, implementation), q, k, v, is_full, document, first_block, valid)
 
 
 def selected_attention(
@@ -65,6 +67,7 @@ def selected_attention(
     document: jax.Array | None,
     first_block: jax.Array | None,
     sparsity: SparsityConfig,
+    valid: jax.Array | None = None,
     lengths: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, HeadPlan]:
@@ -77,7 +80,10 @@ def selected_attention(
     _check(q, k, is_full, document, first_block, sparsity)
     blocks = None
     if _uses_xattention(sparsity):
-        estimate = functools.partial(_estimate, sparsity=sparsity, first_block=first_block, lengths=lengths)
+        if lengths is not None:
+            within = jnp.arange(q.shape[1]) < lengths[:, None]
+            valid = within if valid is None else valid & within
+        estimate = functools.partial(_estimate, sparsity=sparsity, first_block=first_block, valid=valid)
         nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(estimate, q, k))
         needed = jnp.any((is_full > 0.5) == (sparsity.retrieval_mode == HeadMode.BLOCK_SPARSE))
         blocks = jax.lax.cond(needed, estimate, lambda q, k: nothing, q, k)
@@ -93,15 +99,17 @@ class _Static:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _routed(static: _Static, q: Any, k: Any, v: Any, is_full: Any, document: Any, first_block: Any) -> jax.Array:
-    return _routed_fwd(static, q, k, v, is_full, document, first_block)[0]
+def _routed(static: _Static, q: Any, k: Any, v: Any, is_full: Any, document: Any, first_block: Any, valid: Any) -> jax.Array:
+    return _routed_fwd(static, q, k, v, is_full, document, first_block, valid)[0]
 
 
-def _routed_fwd(static: _Static, q: Any, k: Any, v: Any, is_full: Any, document: Any, first_block: Any) -> tuple[jax.Array, Any]:
+def _routed_fwd(
+    static: _Static, q: Any, k: Any, v: Any, is_full: Any, document: Any, first_block: Any, valid: Any
+) -> tuple[jax.Array, Any]:
     sparsity = static.sparsity
     blocks = None
     if _uses_xattention(sparsity):
-        blocks = _estimate(q, k, sparsity=sparsity, first_block=first_block, lengths=None)
+        blocks = _estimate(q, k, sparsity=sparsity, first_block=first_block, valid=valid)
         blocks = BlockMask(bitmap=checkpoint_name(blocks.bitmap, "attention_lse"))
 
     def branch(mode: HeadMode) -> tuple[jax.Array, jax.Array]:
@@ -135,7 +143,7 @@ def _routed_bwd(static: _Static, residuals: Any, d_out: jax.Array) -> tuple[Any,
         change = change.reshape(batch, -1, sparsity.block_size, kv_heads).sum(2)
         member = (document[:, :, None] == jnp.arange(is_full.shape[1])).astype(jnp.float32)
         d_full = jnp.einsum("BQK,BQC->BCK", change, member, precision="highest")
-    return dq, dk, dv, d_full.astype(is_full.dtype), None, None
+    return dq, dk, dv, d_full.astype(is_full.dtype), None, None, None
 
 
 _routed.defvjp(_routed_fwd, _routed_bwd)
@@ -145,9 +153,7 @@ def _uses_xattention(sparsity: SparsityConfig) -> bool:
     return HeadMode.BLOCK_SPARSE in (sparsity.retrieval_mode, sparsity.sparse_mode)
 
 
-def _estimate(
-    q: jax.Array, k: jax.Array, *, sparsity: SparsityConfig, first_block: jax.Array | None, lengths: jax.Array | None
-) -> BlockMask:
+def _estimate(q: jax.Array, k: jax.Array, *, sparsity: SparsityConfig, first_block: jax.Array | None, valid: jax.Array | None) -> BlockMask:
     return estimate_blocks(
         q,
         k,
@@ -155,7 +161,7 @@ def _estimate(
         stride=sparsity.xattn_stride,
         threshold=sparsity.xattn_threshold,
         first_block=first_block,
-        lengths=lengths,
+        valid=valid,
     )
 
 

@@ -90,7 +90,7 @@ class ElasticModel:
         Returns:
           hidden [B, T, D] after the final norm, and the Routing with arrays f32[L, B, C, K].
         """
-        graphdef = self._router_graphdef
+        graphdef, valid = self._router_graphdef, _valid_tokens(batch)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, keys: jax.Array, layer: tuple[Arrays, jax.Array]):
             arrays, number = layer
@@ -105,6 +105,7 @@ class ElasticModel:
                 routing.is_full,
                 document=batch.document,
                 first_block=batch.first_block,
+                valid=valid,
                 sparsity=self.sparsity,
                 implementation=self.implementation,
             )
@@ -128,6 +129,8 @@ class ElasticModel:
         return self._inference(backbone, batch, lambda keys, decision: Routing(decision, jnp.zeros_like(decision)), is_full)
 
     def _inference(self, backbone: Arrays, batch: PackedBatch, decide: Any, per_layer: Any) -> Inference:
+        valid = _valid_tokens(batch)
+
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, keys: jax.Array, layer: Any):
             routing = decide(keys, layer)
             out, plan = selected_attention(
@@ -137,6 +140,7 @@ class ElasticModel:
                 routing.is_full,
                 document=batch.document,
                 first_block=batch.first_block,
+                valid=valid,
                 sparsity=self.sparsity,
                 implementation=self.implementation,
             )
@@ -151,3 +155,10 @@ class ElasticModel:
 
         hidden, (routing, pruned) = nnx.merge(self.decoder, backbone).hidden_states(batch.tokens, batch.positions, attend, per_layer)
         return Inference(hidden, routing.is_full, routing.logit, jnp.mean(pruned, axis=0))
+
+
+def _valid_tokens(batch: PackedBatch) -> jax.Array:
+    """bool[B, T], True for tokens of documents, False for padding."""
+    token = jnp.arange(batch.tokens.shape[1])
+    start, end = batch.span[..., :1], batch.span[..., 1:]
+    return jnp.any((token >= start) & (token < end), axis=1)

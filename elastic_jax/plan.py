@@ -208,7 +208,7 @@ def _visible(plan: HeadPlan, rows: jax.Array, num_key_blocks: int, first_block: 
     """bool[B, K or N, R, J] of the query blocks `rows` (i32[R], key-side indices)."""
     batch, kv_heads = plan.mode.shape[0], plan.mode.shape[-1]
     mode = plan.mode[:, :, None] if plan.mode.ndim == 2 else plan.mode[:, rows].swapaxes(1, 2)  # [B, K, 1 or R]
-    first = jnp.zeros((batch, 1, 1), jnp.int32) if first_block is None else first_block[:, None, rows]
+    first = jnp.zeros((batch, 1, 1), jnp.int32) if first_block is None else jnp.asarray(first_block)[:, None, rows]
     words = None
     if plan.blocks is not None:
         words = plan.blocks.bitmap[:, :, rows]

@@ -58,7 +58,9 @@ def random_qk(tokens, heads=4, kv_heads=2, batch=2, dim=8, seed=0, dtype=jnp.flo
     return jnp.asarray(q, dtype), jnp.asarray(rng.standard_normal((batch, tokens, kv_heads, dim)), dtype)
 
 
-def estimate(q, k, stride=4, threshold=0.8, **arrays):
+def estimate(q, k, stride=4, threshold=0.8, lengths=None, **arrays):
+    if lengths is not None:
+        arrays["valid"] = jnp.arange(q.shape[1]) < lengths[:, None]
     return jax.jit(functools.partial(estimate_blocks, block_size=BLOCK, stride=stride, threshold=threshold))(q, k, **arrays)
 
 
@@ -149,7 +151,7 @@ def test_of_equal_blocks_the_lower_columns_are_kept():
         ({"k": jnp.zeros((2, 32, 3, 8))}, "K a divisor of N"),
         ({"stride": 5}, "stride=5"),
         ({"threshold": 1.5}, "threshold=1.5"),
-        ({"lengths": jnp.zeros((1,), jnp.int32)}, r"lengths \(1,\)"),
+        ({"valid": jnp.zeros((1, 32), bool)}, r"valid \(1, 32\)"),
     ],
 )
 def test_refuses(changes, message):

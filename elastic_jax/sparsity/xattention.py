@@ -32,7 +32,7 @@ def estimate_blocks(
     stride: int,
     threshold: float,
     first_block: jax.Array | None = None,
-    lengths: jax.Array | None = None,
+    valid: jax.Array | None = None,
 ) -> BlockMask:
     """The blocks each query head should see.
 
@@ -40,8 +40,8 @@ def estimate_blocks(
       q: [B, T, N, H], k: [B, T, K, H], after RoPE.
       block_size, stride, threshold: as in `SparsityConfig`; the stride divides the block, the threshold is in (0, 1].
       first_block: i32[B, Q], the block where each block's document begins; None: one document per entry.
-      lengths: i32[B], tokens per entry; what lies beyond counts as absent and may hold anything. None: T. (The padding that ends a
-        packed document counts as tokens, and touches the row of the document's last block only.)
+      valid: bool[B, T], False for padding, which counts as absent and may hold anything; within a document it comes last. None: no
+        padding.
 
     Returns: u32[B, N, Q, ceil(Q / 32)] as a BlockMask, Q = ceil(T / block_size).
 
@@ -59,10 +59,12 @@ def estimate_blocks(
     batch, tokens, heads, dim = q.shape
     kv_heads = k.shape[2]
     blocks, cells = -(-tokens // block_size), block_size // stride
-    lengths = jnp.full((batch,), tokens, jnp.int32) if lengths is None else lengths
+    valid = jnp.ones((batch, tokens), bool) if valid is None else valid
     first = jnp.zeros((batch, blocks), jnp.int32) if first_block is None else first_block
-    if first.shape != (batch, blocks) or lengths.shape != (batch,):
-        raise ValueError(f"first_block has shape {first.shape}, lengths {lengths.shape}: accepted are ({batch}, {blocks}) and ({batch},)")
+    if first.shape != (batch, blocks) or valid.shape != (batch, tokens):
+        raise ValueError(
+            f"first_block has shape {first.shape}, valid {valid.shape}: accepted are ({batch}, {blocks}) and ({batch}, {tokens})"
+        )
 
     if threshold == 1.0:  # every block: sums in float32 would leave out those below the rounding of the total
         full = jnp.full((1, 1), HeadMode.FULL, jnp.int8)
@@ -71,13 +73,15 @@ def estimate_blocks(
 
     def to_cells(x: jax.Array, order: int) -> jax.Array:
         """[B, T, heads, H] to [B, cells, heads, s H]."""
-        x = jnp.where((jnp.arange(tokens) < lengths[:, None])[..., None, None], x, 0)
+        x = jnp.where(valid[..., None, None], x, 0)
         x = jnp.pad(x, ((0, 0), (0, blocks * block_size - tokens), (0, 0), (0, 0)))
         x = x.reshape(batch, -1, stride, x.shape[2], dim)[:, :, ::order].swapaxes(2, 3)
         return x.reshape(batch, x.shape[1], x.shape[2], stride * dim)
 
     q_cells = to_cells(q, -1).reshape(batch, blocks, cells, kv_heads, heads // kv_heads, stride * dim)
     k_cells = to_cells(k, 1)
+    # A cell counts if its first token does.
+    valid_cells = jnp.pad(valid, ((0, 0), (0, blocks * block_size - tokens)))[:, ::stride].reshape(batch, blocks, cells)
     scale = dim**-0.5 / stride
     column = jnp.arange(blocks * cells)
 
@@ -89,7 +93,7 @@ def estimate_blocks(
         start = first[:, row]
         visible = (column <= cell[:, None]) & (column >= start[:, None, None] * cells)  # [B, I, A]
         p = jax.nn.softmax(jnp.where(visible[:, None, None], scores * scale, -jnp.inf), axis=-1)
-        p = jnp.where((cell * stride < lengths[:, None])[:, None, None, :, None], p, 0.0)
+        p = jnp.where(valid_cells[:, row][:, None, None, :, None], p, 0.0)
         mass = p.reshape(batch, heads, cells, blocks, cells).sum((2, 4))
         return BlockMask.from_dense(select_blocks(mass, row, start[:, None], threshold)).bitmap
 
