@@ -90,6 +90,7 @@ class ElasticModel:
         Returns:
           hidden [B, T, D] after the final norm, and the Routing with arrays f32[L, B, C, K].
         """
+        batch = jax.tree.map(jnp.asarray, batch)
         graphdef, valid = self._router_graphdef, _valid_tokens(batch)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, keys: jax.Array, layer: tuple[Arrays, jax.Array]):
@@ -116,6 +117,7 @@ class ElasticModel:
 
     def routed_forward(self, router: Arrays, backbone: Arrays, batch: PackedBatch, *, logit_bias: jax.Array | float = 0.0) -> Inference:
         """Forward pass with the router's noise-free decisions; each head computes its selected attention only."""
+        batch = jax.tree.map(jnp.asarray, batch)
         graphdef = self._router_graphdef
 
         def decide(keys: jax.Array, arrays: Arrays) -> Routing:
@@ -126,6 +128,7 @@ class ElasticModel:
 
     def forced_forward(self, backbone: Arrays, batch: PackedBatch, is_full: jax.Array) -> Inference:
         """Forward pass with given decisions, f32[L, B, C, K] in {0, 1}."""
+        batch = jax.tree.map(jnp.asarray, batch)
         return self._inference(backbone, batch, lambda keys, decision: Routing(decision, jnp.zeros_like(decision)), is_full)
 
     def _inference(self, backbone: Arrays, batch: PackedBatch, decide: Any, per_layer: Any) -> Inference:

@@ -158,7 +158,7 @@ def test_figures_from_a_finished_run(whole):
         ({"model": "qwen3_4b"}, "--model=qwen3_4b is a preset without weights: add --weights="),
         ({"model": "nowhere"}, "nowhere"),
         ({"data": "wikipedia"}, "source 'wikipedia': accepted are corpus"),
-        ({"block_size": 24}, "block_size=24: accepted are powers of two"),
+        ({"block_size": 8}, "block_size=8: accepted are powers of two"),
         ({"pack_tokens": 100}, "pack_tokens=100"),
         ({"pack_tokens": 1024}, "--max_tokens=1024 is beyond the model's 512 positions"),
         ({"max_tokens": 10}, "none is left to train on"),
