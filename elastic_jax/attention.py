@@ -107,6 +107,8 @@ def _routed_fwd(
     static: _Static, q: Any, k: Any, v: Any, is_full: Any, document: Any, first_block: Any, valid: Any
 ) -> tuple[jax.Array, Any]:
     sparsity = static.sparsity
+    # The backward pass must take the very decisions of the forward pass, not recomputed ones that could differ in a near-tie.
+    is_full = checkpoint_name(is_full, "attention_lse")
     blocks = None
     if _uses_xattention(sparsity):
         blocks = _estimate(q, k, sparsity=sparsity, first_block=first_block, valid=valid)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -22,23 +23,39 @@ class RunDirectory:
     It holds `settings.json`, `checkpoints/`, `metrics.jsonl`, `tensorboard/` and whatever programs add.
 
     Args:
-      path: created if absent.
-      keep: how many checkpoints stay.
+      path: the folder.
+      keep: for a training run, how many checkpoints stay: the folder is made if absent, and no other training run can use it
+        meanwhile. None only reads, also while a run trains.
+
+    Raises:
+      ValueError: the path is a file or cannot be written, holds no run to read, or is in use by another training run.
     """
 
-    def __init__(self, path: str | Path, *, keep: int = 1):
+    def __init__(self, path: str | Path, *, keep: int | None = None):
         self.path = Path(path).absolute()
-        if self.path.exists() and not self.path.is_dir():
-            raise ValueError(f"out={str(path)!r} is a file: accepted is a folder, new or of an earlier run")
-        if keep < 1:
+        self._lock: IO[str] | None = None
+        checkpoints = self.path / "checkpoints"
+        if keep is None:
+            if not checkpoints.is_dir():
+                raise ValueError(f"{path} holds no run: give a folder that experiments.train made")
+        elif keep < 1:
             raise ValueError(f"keep={keep}: at least 1 checkpoint must be kept")
-        self.path.mkdir(parents=True, exist_ok=True)
+        else:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._lock = (self.path / ".lock").open("w")
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                cast(IO[str], self._lock).close()
+                raise ValueError(f"{path} is in use by another training run") from error
+            except OSError as error:
+                raise ValueError(f"{path} cannot be a run's folder: {error.strerror}") from error
         self._checkpointer = ocp.training.Checkpointer(
-            str(self.path / "checkpoints"),
+            str(checkpoints),
             # Orbax's own policies do not match the protocol that it declares for them.
-            preservation_policy=cast(Any, ocp.training.preservation_policies.LatestN(keep)),
-            # What a killed run left half-written.
-            cleanup_tmp_directories=True,
+            preservation_policy=None if keep is None else cast(Any, ocp.training.preservation_policies.LatestN(keep)),
+            # What a killed run left half-written. A reader must not: it may be a save in progress.
+            cleanup_tmp_directories=keep is not None,
         )
 
     def settings(self) -> dict[str, Any]:
@@ -46,7 +63,13 @@ class RunDirectory:
         file = self.path / _SETTINGS
         if not file.exists():
             raise ValueError(f"{self.path} holds no run: {_SETTINGS} is missing")
-        return json.loads(file.read_text())
+        try:
+            settings = json.loads(file.read_text())
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{file} is damaged: {error}") from error
+        if not isinstance(settings, dict):
+            raise ValueError(f"{file} is damaged: a JSON object is needed")
+        return settings
 
     def claim(self, settings: dict[str, Any]) -> None:
         """Records the run's settings; ValueError where the folder holds a run with others, naming each that differs."""
@@ -86,6 +109,8 @@ class RunDirectory:
 
     def close(self) -> None:
         self._checkpointer.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def __enter__(self) -> RunDirectory:
         return self

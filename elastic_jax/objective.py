@@ -20,7 +20,7 @@ from elastic_jax.data.tasks import NUM_TASK_CLASSES, TaskClass
 
 Penalty = Literal["absolute", "signed"]
 
-# Tokens per chunk of the language loss: 151,936 float32 logits of one chunk take 0.6 GiB.
+# Tokens per pack and chunk of the language loss: with a vocabulary of 151,936 the float32 logits of one chunk take 0.6 GiB.
 LOSS_CHUNK = 1024
 
 
@@ -72,9 +72,9 @@ class PenaltyConfig:
 
     Attributes:
       lower, upper: one value per task class, 0 <= lower <= upper <= 1.
-      kind: `absolute` uses |deviation| in the linear term, as the released run did: with the signed term of Eq. 8 a document
-        that is sparser than its target is rewarded, and only the quadratic term pulls it back, so the targets are overshot
-        wherever lambda1 > lambda2 * |deviation|. `signed` is Eq. 8 as printed.
+      kind: `absolute` uses |deviation| in the linear term, as the released run did; `signed` is Eq. 8 as printed. With the signed term
+        and a positive lambda1, a document that is less sparse than its target lowers the loss: for t_rob = 1, where no document can be
+        sparser, the linear term rewards full attention until ascent has carried lambda1 below zero. Hence the default.
     """
 
     lower: tuple[float, ...]
@@ -111,7 +111,7 @@ def class_means(values: Float[Array, "B C"], task: Int[Array, "B C"]) -> tuple[F
     """Mean of each pack's documents by task class (0 where a class is absent), and the number of documents; N classes."""
     member = (task[..., None] == jnp.arange(NUM_TASK_CLASSES)).astype(jnp.float32)
     count = jnp.sum(member, axis=1)
-    return jnp.einsum("BC,BCN->BN", values, member) / jnp.maximum(count, 1.0), count
+    return jnp.einsum("BC,BCN->BN", values, member, precision="highest") / jnp.maximum(count, 1.0), count
 
 
 def sparsity_penalty(

@@ -187,11 +187,13 @@ def effective_sparsity(
     below, diagonal = jax.lax.map(seen, rows, batch_size=min(64, num_blocks))  # [Q, B, heads]: never all rows' J columns at once
     tokens = tokens.astype(jnp.float32)
     triangle = tokens * (tokens + 1) / 2
-    attended = jnp.einsum("BQ,QBH->BQH", tokens * size, below.astype(jnp.float32)) + triangle[..., None] * diagonal.transpose(1, 0, 2)
+    attended = jnp.einsum("BQ,QBH->BQH", tokens * size, below.astype(jnp.float32), precision="highest") + triangle[
+        ..., None
+    ] * diagonal.transpose(1, 0, 2)
     causal = tokens * size * (rows - first) + triangle
     member = (document[:, :, None] == jnp.arange(num_documents)).astype(jnp.float32)
-    total = jnp.einsum("BQ,BQC->BC", causal, member)
-    share = jnp.einsum("BQH,BQC->BCH", attended, member).mean(-1) / jnp.maximum(total, 1.0)
+    total = jnp.einsum("BQ,BQC->BC", causal, member, precision="highest")
+    share = jnp.einsum("BQH,BQC->BCH", attended, member, precision="highest").mean(-1) / jnp.maximum(total, 1.0)
     return jnp.where(total > 0, 1.0 - share, 0.0)
 
 

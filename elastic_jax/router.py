@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Float, Int
 
 from elastic_jax.config import RouterConfig
 
@@ -26,7 +26,8 @@ class _Dense(nnx.Module):
         self.bias = RouterParam(jnp.zeros((outputs,), jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return x @ self.kernel[...] + self.bias[...]
+        # Decisions hang on the sign of small logits: no TF32.
+        return jnp.matmul(x, self.kernel[...], precision="highest") + self.bias[...]
 
 
 class AttentionRouter(nnx.Module):
@@ -68,6 +69,7 @@ def _boundary_mean(keys: jax.Array, start: jax.Array, end: jax.Array, count: int
     # A token of the last `count` that is also one of the first `count` is counted once.
     token = jnp.concatenate([first, last], axis=-1)  # [B, C, 2 * count]
     valid = jnp.concatenate([first < end[..., None], last >= start[..., None] + count], axis=-1)
+    # A gather, which reads these rows only; its gradient adds each valid row once, in any order.
     rows = jax.vmap(lambda k, t: k[t])(keys, jnp.clip(token, 0, keys.shape[1] - 1))  # [B, C, 2 * count, K, H]
     total = jnp.sum(jnp.where(valid[..., None, None], rows.astype(jnp.float32), 0.0), axis=2)
     return total / jnp.maximum(jnp.sum(valid, axis=-1), 1)[..., None, None]
@@ -103,17 +105,12 @@ class Routing(NamedTuple):
     logit: jax.Array
 
 
-def sample_routing(logits: Float[Array, "*heads 2"], key: Key[Array, ""], temperature: jax.Array | float) -> Routing:
-    """Training: Gumbel-softmax, hard in the forward pass, the soft probability's gradient in the backward pass.
+def straight_through(logits: Float[Array, "*heads 2"], noise: Float[Array, "*heads 2"], temperature: jax.Array | float) -> Routing:
+    """Training: Gumbel-softmax, hard in the forward pass, the soft probability's gradient in the backward pass; in float32.
 
-    Two independent Gumbel variables a head, as in the paper's main text and its code (its appendix F has one); all in float32.
-    The chance of full attention is sigmoid(logit) at any temperature: the temperature only shapes the gradient.
+    `noise` is Gumbel noise, two independent variables a head as in the paper's main text and its code (its appendix F has one). The
+    chance of full attention is sigmoid(logit) at any temperature: the temperature only shapes the gradient.
     """
-    return straight_through(logits, jax.random.gumbel(key, logits.shape, jnp.float32), temperature)
-
-
-def straight_through(logits: jax.Array, noise: jax.Array, temperature: jax.Array | float) -> Routing:
-    """`sample_routing` with the Gumbel noise given, f32 of the logits' shape."""
     noisy = logits.astype(jnp.float32) + noise
     soft = jax.nn.softmax(noisy / temperature, axis=-1)[..., 1]
     hard = (noisy[..., 1] > noisy[..., 0]).astype(jnp.float32)

@@ -64,6 +64,8 @@ class TrainConfig:
             raise ValueError(
                 f"temperature_start={self.temperature_start}, temperature_end={self.temperature_end}: accepted is 0 < end <= start"
             )
+        if self.seed < 0:
+            raise ValueError(f"seed={self.seed}: accepted are whole numbers from 0")
         for name in ("global_batch", "packs_per_device"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: at least 1 is needed")
@@ -127,12 +129,8 @@ def data_mesh(devices: Sequence[Any] | None = None) -> Mesh:
 
 
 def shard_batch(batch: PackedBatch, mesh: Mesh) -> PackedBatch:
-    """Puts [A, B, ...] numpy packs on the mesh, B split over its devices.
-
-    Every process holds the whole batch (a batch is a function of the step), and gives its devices their part.
-    """
-    sharding = NamedSharding(mesh, P(None, "data"))
-    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), batch)
+    """Puts [A, B, ...] numpy packs on the mesh, B split over its devices."""
+    return jax.device_put(batch, NamedSharding(mesh, P(None, "data")))
 
 
 def binary_entropy(logit: jax.Array) -> jax.Array:
@@ -165,7 +163,7 @@ def make_train_step(
         penalty, document_penalty = sparsity_penalty(sparsity, batch.task, trainable["multipliers"], config.penalty)
         entropy = jnp.mean(binary_entropy(routing.logit), axis=(0, 3))
         member = (batch.task[..., None] == jnp.arange(NUM_TASK_CLASSES)).astype(jnp.float32)
-        by_class = partial(jnp.einsum, "BC,BCN->N")
+        by_class = partial(jnp.einsum, "BC,BCN->N", precision="highest")
         sums = {
             "lm_loss": jnp.sum(lm_loss) / packs,
             "penalty": jnp.sum(penalty) / packs,

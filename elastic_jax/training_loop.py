@@ -113,7 +113,7 @@ def train(
     """Trains to `config.optimizer.steps`, going on from the run's newest checkpoint where it has one.
 
     A resumed run is bit-identical to an uninterrupted one on the same devices. SIGTERM ends the run after the current step with
-    a checkpoint. Only the first process writes metrics.
+    a checkpoint.
 
     Returns:
       the last state, and whether training is complete (False after SIGTERM).
@@ -129,13 +129,15 @@ def train(
     steps, first = config.optimizer.steps, int(state.step)
     with contextlib.ExitStack() as stack:
         stopped = stack.enter_context(_sigterm_flag())
-        log = stack.enter_context(contextlib.closing(MetricsLog(run.path, first))) if jax.process_index() == 0 else None
-        bar = stack.enter_context(tqdm(total=steps, initial=first, unit="step", disable=log is None))
-        batch = shard_batch(data.batch(first, shape), mesh)
+        log = stack.enter_context(contextlib.closing(MetricsLog(run.path, first)))
+        bar = stack.enter_context(tqdm(total=steps, initial=first, unit="step"))
+        batches = (shard_batch(data.batch(step, shape), mesh) for step in range(first, steps))
+        batch = next(batches, None)
         for step in range(first, steps):
             started = time.perf_counter()
+            assert batch is not None
             state, device_metrics = train_step(state, backbone, batch)
-            batch = shard_batch(data.batch(step + 1, shape), mesh)  # while the device works
+            batch = next(batches, None)  # while the device works
             metrics = jax.device_get(device_metrics)
             if not math.isfinite(float(metrics["loss"])) or not math.isfinite(float(metrics["grad_norm"])):
                 packs = config.global_batch
@@ -145,14 +147,14 @@ def train(
                 )
             record = _record(metrics, config)
             record["tokens_per_second"] = config.global_batch * tokens_per_pack / (time.perf_counter() - started)
-            if log is not None:
-                log.write(step, record)
+            log.write(step, record)
             documents = metrics["documents"]
             msr = float(np.nansum(np.where(documents > 0, metrics["msr"], 0.0) * documents) / max(documents.sum(), 1))
             bar.set_postfix_str(f"loss {record['loss']:.3f}, MSR {msr:.2f}, {record['tokens_per_second']:.0f} tokens/s")
             bar.update()
-            if step + 1 == steps or (step + 1) % checkpoint_every == 0 or stopped:
+            stop = bool(stopped)
+            if step + 1 == steps or (step + 1) % checkpoint_every == 0 or stop:
                 run.save(state)
-            if stopped:
+            if stop:
                 break
     return state, int(state.step) == steps

@@ -15,7 +15,7 @@ import jax
 from absl import app, flags
 
 from experiments.bench import train_step, xla_attention
-from experiments.common import MODEL_FLAGS, define_model_flags, load_elastic_model
+from experiments.common import define_model_flags, load_elastic_model, model_settings
 
 
 def main(argv: list[str]) -> None:
@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
         sys.exit(f"error: --tokens={values.tokens}: accepted are multiples of --block_size={values.block_size}")
     try:
         if values.what == "train_step":
-            model, backbone, _ = load_elastic_model({name: values[name].value for name in MODEL_FLAGS})
+            model, backbone, _ = load_elastic_model(model_settings())
             records = train_step.run(model, backbone, tokens=values.tokens, repeats=values.repeats)
         else:
             records = xla_attention.run(tokens=values.tokens, repeats=values.repeats)

@@ -37,7 +37,7 @@ def define_model_flags() -> None:
     flags.DEFINE_float("xattn_threshold", _SPARSITY.xattn_threshold, "Share of attention mass that XAttention keeps.")
     flags.DEFINE_enum("pooling", _ROUTER.pooling, ["boundary", "user_turn", "sequence"], "Keys that the router averages.")
     flags.DEFINE_integer("router_width", _ROUTER.width, "Hidden width of the router's MLPs, in head dimensions.")
-    flags.DEFINE_string("implementation", None, "Of the attention: xla or reference (default: the best for the device).")
+    flags.DEFINE_enum("implementation", None, ["xla", "reference"], "Of the attention (default: the best for the device).")
 
 
 MODEL_FLAGS = (
@@ -57,6 +57,13 @@ MODEL_FLAGS = (
 )
 
 
+def model_settings() -> dict[str, Any]:
+    """The values of `MODEL_FLAGS`, the dtype filled in."""
+    settings = {name: flags.FLAGS[name].value for name in MODEL_FLAGS}
+    settings["dtype"] = settings["dtype"] or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
+    return settings
+
+
 def weights_source(model: str, weights: str | None) -> str:
     """Where the weights of `--model` and `--weights` are; ValueError says in one line what to give."""
     if weights:
@@ -74,7 +81,6 @@ def weights_source(model: str, weights: str | None) -> str:
 def load_elastic_model(settings: dict[str, Any]) -> tuple[ElasticModel, Arrays, str]:
     """The model that a run's settings name: (static model, backbone arrays, source of the weights and tokenizer)."""
     source = weights_source(settings["model"], settings["weights"])
-    dtype = settings["dtype"] or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
     sparsity = SparsityConfig(
         setting=settings["setting"],
         block_size=settings["block_size"],
@@ -84,14 +90,14 @@ def load_elastic_model(settings: dict[str, Any]) -> tuple[ElasticModel, Arrays, 
         xattn_threshold=settings["xattn_threshold"],
     )
     router = RouterConfig(width=settings["router_width"], pooling=settings["pooling"])
-    loaded = load_model(source, dtype=jnp.dtype(dtype))
+    loaded = load_model(source, dtype=jnp.dtype(settings["dtype"]))
     preset = PRESETS.get(settings["model"])
     if preset is not None and (preset.num_layers, preset.hidden_size) != (loaded.config.num_layers, loaded.config.hidden_size):
         raise ValueError(
             f"--weights={source} has {loaded.config.num_layers} layers of width {loaded.config.hidden_size}, but "
             f"--model={settings['model']} has {preset.num_layers} of {preset.hidden_size}"
         )
-    if settings["yarn_factor"]:
+    if settings["yarn_factor"] is not None:
         loaded.decoder.config = loaded.config.with_yarn(settings["yarn_factor"])
     model, backbone = ElasticModel.create(
         loaded.decoder, loaded.decoder.config, sparsity=sparsity, router=router, implementation=settings["implementation"]
@@ -102,10 +108,11 @@ def load_elastic_model(settings: dict[str, Any]) -> tuple[ElasticModel, Arrays, 
 def check_length(model: ElasticModel, max_tokens: int) -> None:
     """ValueError where documents are longer than the model's positions; says what factor would do."""
     limit = model.config.max_positions
+    original = model.config.rope.original_max_positions or limit
     if max_tokens > limit:
         raise ValueError(
             f"--max_tokens={max_tokens} is beyond the model's {limit} positions: give at most {limit}, or "
-            f"--yarn_factor={-(-max_tokens // limit)} to stretch them"
+            f"--yarn_factor={-(-max_tokens // original)} to stretch them"
         )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,9 +24,7 @@ from experiments.figures import plot_heads
 from experiments.train import train_config
 
 
-def _heldout(out: str, rows: int, random_seeds: int, batch_size: int, seed: int) -> None:
-    if not Path(out).is_dir():
-        raise ValueError(f"--out={out} is no folder: give the folder of a run that experiments.train made")
+def _heldout(out: str, rows: int, random_seeds: int, batch_size: int, seed: int, logit_bias: float) -> None:
     with RunDirectory(out) as run:
         settings = run.settings()
         if run.latest_step is None:
@@ -52,10 +49,10 @@ def _heldout(out: str, rows: int, random_seeds: int, batch_size: int, seed: int)
     batches = heldout_batches(packs, [document.kind for document in chosen], batch_size)
     started = time.perf_counter()
     report: dict[str, Any] = evaluate_heldout(
-        HeldoutScorer(model, backbone, state.trainable["router"], batches), random_seeds=random_seeds, seed=seed
+        HeldoutScorer(model, backbone, state.trainable["router"], batches), random_seeds=random_seeds, seed=seed, logit_bias=logit_bias
     )
     device = jax.devices()[0].device_kind
-    report |= {"step": int(state.step), "settings": settings, "device": device, "jax": jax.__version__}
+    report |= {"logit_bias": logit_bias, "step": int(state.step), "settings": settings, "device": device, "jax": jax.__version__}
     path = run.path / "heldout.json"
     path.write_text(json.dumps(report, indent=2) + "\n")
     table = (
@@ -85,7 +82,7 @@ def main(argv: list[str]) -> None:
     use_compilation_cache()
     values = flags.FLAGS
     try:
-        _heldout(values.out, values.rows, values.random_seeds, values.batch_size, values.seed)
+        _heldout(values.out, values.rows, values.random_seeds, values.batch_size, values.seed, values.logit_bias)
     except (ValueError, FileNotFoundError, ImportError) as error:
         sys.exit(f"error: {error}")
 
@@ -96,5 +93,6 @@ if __name__ == "__main__":
     flags.DEFINE_integer("rows", 40, "Documents of each class.", lower_bound=1)
     flags.DEFINE_integer("random_seeds", 5, "Draws of random routing.", lower_bound=1)
     flags.DEFINE_integer("batch_size", 1, "Documents per forward pass.", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "Of the random routing.")
+    flags.DEFINE_integer("seed", 0, "Of the random routing.", lower_bound=0)
+    flags.DEFINE_float("logit_bias", 0.0, "Added to every head's logit for full attention: moves the sparsity without retraining.")
     app.run(main)

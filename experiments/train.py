@@ -5,6 +5,7 @@ python -m experiments.train --out=runs/smollm2 --pack_tokens=8192 --block_size=6
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from typing import Any
@@ -22,7 +23,7 @@ from elastic_jax.optim import OptimizerConfig
 from elastic_jax.trainer import TrainConfig, data_mesh
 from elastic_jax.training_loop import NonFiniteLossError, train
 from elastic_jax.weights.load import load_tokenizer
-from experiments.common import MODEL_FLAGS, check_length, define_model_flags, load_elastic_model, use_compilation_cache
+from experiments.common import check_length, define_model_flags, load_elastic_model, model_settings, use_compilation_cache
 from experiments.figures import plot_training
 
 _TRAIN = TrainConfig()
@@ -97,7 +98,6 @@ def _run(settings: dict[str, Any], out: str, checkpoint_every: int, keep: int, w
     max_tokens = settings["max_tokens"] or settings["pack_tokens"]
     check_length(model, max_tokens)
     with RunDirectory(out, keep=keep) as run:
-        run.claim(settings)
         started = time.perf_counter()
         documents = load_documents(
             settings["data"],
@@ -109,6 +109,7 @@ def _run(settings: dict[str, Any], out: str, checkpoint_every: int, keep: int, w
             seed=settings["seed"],
             workers=workers,
         )
+        run.claim(settings | {"data_sha256": documents.fingerprint})
         print(f"data: {time.perf_counter() - started:.0f} s\n{documents.report}")
         packs = PackedDataset(
             documents,
@@ -145,8 +146,10 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)  # Orbax tells every step of a save
     use_compilation_cache()
     values = flags.FLAGS
-    settings = {name: values[name].value for name in (*MODEL_FLAGS, *_DATA_FLAGS)}
+    # Until training has its own handler there is nothing to save.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
+        settings = model_settings() | {name: values[name].value for name in _TRAINING_FLAGS}
         _run(settings, values.out, values.checkpoint_every, values.keep, values.workers)
     except (ValueError, FileNotFoundError, ImportError, NonFiniteLossError) as error:
         sys.exit(f"error: {error}")
@@ -154,7 +157,7 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     define_model_flags()
-    _DATA_FLAGS = define_training_flags()
+    _TRAINING_FLAGS = define_training_flags()
     flags.DEFINE_string("out", "runs/train", "Folder of the run: checkpoints, metrics, plots.")
     flags.DEFINE_integer("checkpoint_every", 100, "Steps between checkpoints.")
     flags.DEFINE_integer("keep", 1, "Checkpoints that stay.")

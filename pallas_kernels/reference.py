@@ -1,6 +1,6 @@
 """The definition of correct: float32, one dense mask, O(T S) memory. Gradients by JAX.
 
-Like every implementation it is called by `api` with padded arrays and checked arguments, see `api.Implementation`.
+Like every implementation it is called by `api` with padded arrays and checked arguments, see `api._Kernel`.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def test_documents_of_a_pack_do_not_see_each_other():
     np.testing.assert_array_equal(one.is_full[:, :, 0], two.is_full[:, :, 0])
 
 
-def test_the_router_gets_its_gradient_from_both_losses():
+def test_every_array_of_the_router_gets_a_gradient_from_the_language_loss():
     model, backbone = tiny_model()
     batch = packs(0)
     router = model.init_router(jax.random.key(0))

@@ -94,3 +94,21 @@ def test_report():
     lines = report_table(report).splitlines()
     assert len(lines) == 4
     assert len({line.count("|") for line in lines}) == 1
+
+
+def test_random_routing_is_as_sparse_as_the_router(monkeypatch):
+    given = []
+    forced = HeldoutScorer.forced
+    monkeypatch.setattr(HeldoutScorer, "forced", lambda self, is_full: given.append(is_full) or forced(self, is_full))
+    report = evaluate_heldout(scorer(2), random_seeds=2, seed=0)
+    tasks = np.arange(5) % 2
+    assert len(given) == 4  # full, sparse, two draws
+    for draw in given[2:]:
+        for number, name in enumerate(("single_qa", "multihop_qa")):
+            assert 1 - draw[tasks == number].mean() == pytest.approx(report["classes"][name]["msr"], abs=0.51 / 6)
+    assert not np.array_equal(given[2], given[3])
+
+
+def test_the_dial_moves_the_report():
+    dense = evaluate_heldout(scorer(2), random_seeds=1, seed=0, logit_bias=1e9)
+    assert all(c["msr"] == 0 for c in dense["classes"].values())

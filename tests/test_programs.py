@@ -52,11 +52,11 @@ def workshop(tmp_path_factory):
     return root
 
 
-def command(workshop, out, program="train", **changes):
+def command(workshop, out, **changes):
     flags = {"model": workshop / "model", "data": f"packed:{workshop}/packed.parquet", "pack_tokens": 128, "min_tokens": 8}
     flags |= {"block_size": 16, "sink_tokens": 16, "local_tokens": 32, "steps": STEPS, "global_batch": 2, "max_documents": 4}
     flags |= {"warmup": 0.0, "router_lr": 0.01, "checkpoint_every": 1, "out": out}
-    return [sys.executable, "-m", f"experiments.{program}", *(f"--{k}={v}" for k, v in (flags | changes).items())]
+    return [sys.executable, "-m", "experiments.train", *(f"--{k}={v}" for k, v in (flags | changes).items())]
 
 
 def run(arguments, **options):
@@ -153,6 +153,57 @@ def test_figures_from_a_finished_run(whole):
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {"setting": "fa_xa", "xattn_stride": 4, "penalty": "signed", "loss_on": "answer"},
+        {"setting": "xa_ssa", "xattn_stride": 4, "temperature": "exponential", "lower": "0.5,0.5,0.8,0.8,0.8", "upper": "0.7,0.7,1,1,1"},
+    ],
+)
+def test_other_settings_train_and_evaluate(workshop, tmp_path, changes):
+    result = run(command(workshop, tmp_path, steps=2, **changes))
+    assert result.returncode == 0, result.stderr
+    evaluate = ["-m", "experiments.evaluate", "--suite=heldout", f"--out={tmp_path}", "--rows=2", "--random_seeds=2", "--batch_size=3"]
+    result = run([sys.executable, *evaluate])
+    assert result.returncode == 0, result.stderr
+    assert "| single_qa | 2 |" in result.stdout
+    report = json.loads((tmp_path / "heldout.json").read_text())
+    assert set(report["classes"]) == {"single_qa", "multihop_qa", "summarization", "code", "in_context"}
+    assert (tmp_path / "heads.png").stat().st_size > 10_000
+
+
+def test_other_data_under_the_same_name_is_refused(workshop, whole):
+    out = workshop / "changed"
+    shutil.copytree(whole, out)
+    data = workshop / "packed.parquet"
+    kept = data.read_bytes()
+    try:
+        pq.write_table(pq.read_table(data).slice(1), data)
+        result = run(command(workshop, out))
+    finally:
+        data.write_bytes(kept)
+    assert result.returncode == 1
+    assert "other settings (data_sha256" in result.stderr
+
+
+def test_benchmark_prints_json_lines(workshop):
+    arguments = [f"--model={workshop / 'model'}", "--tokens=128", "--block_size=16", "--sink_tokens=16", "--local_tokens=32", "--repeats=1"]
+    result = run([sys.executable, "-m", "experiments.benchmark", "--what=train_step", *arguments])
+    assert result.returncode == 0, result.stderr
+    record = json.loads(result.stdout.splitlines()[-1])
+    assert record["tokens"] == 128
+    assert {"tokens_per_second", "temporary_gib", "device", "jax", "median_ms"} <= record.keys()
+
+
+@pytest.mark.parametrize("program", ["evaluate", "figures"])
+def test_a_folder_without_a_run_is_refused_and_left_alone(tmp_path, program):
+    result = run([sys.executable, "-m", f"experiments.{program}", f"--out={tmp_path}"])
+    assert result.returncode == 1
+    assert "holds no" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model": "qwen3_4b"}, "--model=qwen3_4b is a preset without weights: add --weights="),
@@ -165,6 +216,7 @@ def test_figures_from_a_finished_run(whole):
         ({"t_sensitive": 1.7}, "accepted are values in [0, 1]"),
         ({"lower": "0.1,0.2"}, "--lower and --upper go together"),
         ({"steps": 0}, "steps=0"),
+        ({"seed": -1}, "seed=-1"),
         ({"global_batch": 3, "packs_per_device": 2}, "global_batch=3 is not a multiple"),
     ],
 )

@@ -16,8 +16,12 @@ from elastic_jax.router import (
     cosine_temperature,
     exponential_temperature,
     pool_keys,
-    sample_routing,
+    straight_through,
 )
+
+
+def sample(logits, key, temperature):
+    return straight_through(logits, jax.random.gumbel(key, logits.shape), temperature)
 
 
 def make(head_dim=128, **config):
@@ -36,7 +40,7 @@ def test_initialisation_routes_half_the_heads_in_training():
     assert abs(kernels.std() - 0.02) < 2e-4
     assert not np.any(router.router_out.bias[...])
     logits = router(jax.random.normal(jax.random.key(1), (4000, 128)))
-    assert abs(float(sample_routing(logits, jax.random.key(2), 1.0).is_full.mean()) - 0.5) < 0.04
+    assert abs(float(sample(logits, jax.random.key(2), 1.0).is_full.mean()) - 0.5) < 0.04
 
 
 def naive_pool(keys, start, end, count):
@@ -76,18 +80,18 @@ def test_pooling_ignores_other_documents(pooling):
 def test_sampling_is_hard_forward_and_soft_backward():
     logits = jnp.array([[0.3, -0.2], [2.0, -2.0], [-1.0, 1.5]])
     key, temperature = jax.random.key(3), 1.3
-    routing = sample_routing(logits, key, temperature)
+    routing = sample(logits, key, temperature)
     assert set(np.unique(routing.is_full)) <= {0.0, 1.0}
     noisy = logits + jax.random.gumbel(key, logits.shape)
     np.testing.assert_array_equal(routing.is_full, np.argmax(noisy, axis=-1))
-    got = jax.grad(lambda x: sample_routing(x, key, temperature).is_full.sum())(logits)
+    got = jax.grad(lambda x: sample(x, key, temperature).is_full.sum())(logits)
     want = jax.grad(lambda x: jax.nn.softmax((x + jax.random.gumbel(key, x.shape)) / temperature)[:, 1].sum())(logits)
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
 def test_sampling_frequency_does_not_depend_on_temperature():
     logits = jnp.broadcast_to(jnp.array([0.0, 0.8]), (20_000, 2))
-    share = [float(sample_routing(logits, jax.random.key(0), t).is_full.mean()) for t in (0.1, 5.0)]
+    share = [float(sample(logits, jax.random.key(0), t).is_full.mean()) for t in (0.1, 5.0)]
     assert share[0] == share[1]
     assert abs(share[0] - float(jax.nn.sigmoid(0.8))) < 0.01
 

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from elastic_jax.checkpoints import RunDirectory
+from elastic_jax.data.tasks import TaskClass
+from elastic_jax.objective import PenaltyConfig
 from elastic_jax.optim import OptimizerConfig
 from elastic_jax.plan import model_sparsity
 from elastic_jax.trainer import TrainConfig, binary_entropy, data_mesh, init_state, make_train_step, shard_batch
 from elastic_jax.training_loop import NonFiniteLossError, read_metrics, train
-from tests.tiny import SyntheticPacks, tiny_model
+from tests.tiny import BLOCK, SyntheticPacks, tiny_model
 
 CONFIG = TrainConfig(optimizer=OptimizerConfig(steps=4, warmup=0.0, router_lr=1e-2), global_batch=4)
 
@@ -111,20 +113,37 @@ def test_binary_entropy():
     np.testing.assert_allclose(binary_entropy(jnp.log(p / (1 - p))), want, rtol=1e-6)
 
 
-def test_sparsity_moves_to_its_targets():
-    """With strong multipliers and no language signal worth mentioning, robust classes end sparser than sensitive ones."""
+class ClassPacks(SyntheticPacks):
+    """Each class has words of its own, so that a router can tell the classes apart."""
+
+    def pack(self, index):
+        pack = super().pack(index)
+        word = pack.tokens % 19 + 19 * np.repeat(pack.task[pack.document], BLOCK)
+        return dataclasses.replace(pack, tokens=word.astype(np.int32), targets=np.roll(word, -1).astype(np.int32))
+
+
+def test_robust_classes_become_sparser_than_sensitive_ones():
+    """Multipliers that rise fast make the targets bind: 1.0 for robust classes, 0.5 for sensitive ones here."""
     model, backbone = tiny_model()
-    config = dataclasses.replace(CONFIG, optimizer=OptimizerConfig(steps=60, router_lr=2e-2, multiplier_lr=0.5))
-    _, metrics = run_steps(config, count=60, model_and_backbone=(model, backbone))
-    last = np.nanmean([m["msr"] for m in metrics[-15:]], axis=0)
-    assert np.nanmean([m["msr"] for m in metrics[:2]]) < 0.65
-    assert last.mean() > 0.7
+    config = TrainConfig(
+        optimizer=OptimizerConfig(steps=120, router_lr=1e-2, multiplier_lr=0.1),
+        penalty=PenaltyConfig.from_targets(sensitive=0.5),
+        global_batch=4,
+        packs_per_device=4,
+    )
+    step, state, packs, metrics = make_train_step(model, config, mesh()), init_state(model, config), ClassPacks(), []
+    for number in range(120):
+        state, m = step(state, backbone, shard_batch(packs.batch(number, (1, 4)), mesh()))
+        metrics.append(m)
+    last = np.nanmean([jax.device_get(m["msr"]) for m in metrics[-20:]], axis=0)
+    sensitive = np.array([task.sensitive for task in TaskClass])
+    assert last[~sensitive].min() > last[sensitive].max() + 0.1
 
 
 def loop(tmp_path, config=CONFIG, packs=None, **options):
     model, backbone = tiny_model()
     arguments = dict(tokens_per_pack=128, checkpoint_every=2) | options
-    with RunDirectory(tmp_path) as run:
+    with RunDirectory(tmp_path, keep=1) as run:
         run.claim({"seed": config.seed})
         return train(model, backbone, packs or SyntheticPacks(), config, run, mesh(), **arguments)
 
@@ -170,14 +189,28 @@ def test_a_non_finite_loss_names_the_step_and_keeps_the_checkpoint(tmp_path):
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):
-    with RunDirectory(tmp_path) as run:
+    with RunDirectory(tmp_path, keep=1) as run:
         run.claim({"seed": 1, "steps": 5})
         run.claim({"steps": 5, "seed": 1})
         with pytest.raises(ValueError, match=r"other settings \(seed: 1 there, 2 now\)"):
             run.claim({"seed": 2, "steps": 5})
+        with pytest.raises(ValueError, match="in use by another training run"):
+            RunDirectory(tmp_path, keep=1)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="is a file"):
-        RunDirectory(tmp_path / "file")
+    with pytest.raises(ValueError, match="cannot be a run's folder"):
+        RunDirectory(tmp_path / "file", keep=1)
+    with pytest.raises(ValueError, match="holds no run"):
+        RunDirectory(tmp_path / "nothing")
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_reader_leaves_a_save_in_progress_alone(tmp_path):
+    loop(tmp_path)
+    saving = tmp_path / "checkpoints" / "9.orbax-checkpoint-tmp"
+    saving.mkdir()
+    with RunDirectory(tmp_path) as run:
+        assert run.latest_step == 4
+    assert saving.exists()
 
 
 def test_batch_that_does_not_divide_is_refused():

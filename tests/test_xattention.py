@@ -93,6 +93,18 @@ def test_padding_of_any_content_changes_nothing():
     np.testing.assert_array_equal(poisoned.bitmap, estimate(q, k, lengths=lengths).bitmap)
 
 
+def test_padding_inside_a_packed_document_counts_for_nothing():
+    """A document that ends 25 tokens before its last block's edge selects what it selects alone."""
+    q, k = random_qk(8 * BLOCK)
+    length, first = 5 * BLOCK - BLOCK // 2 - 1, jnp.asarray([[0] * 5 + [5] * 3] * 2)
+    valid = (jnp.arange(8 * BLOCK) < length) | (jnp.arange(8 * BLOCK) >= 5 * BLOCK)
+    packed = estimate(q, k, first_block=first, valid=jnp.stack([valid] * 2)).to_dense(8)[:, :, :5, :5]
+    alone = estimate(q[:, :length], k[:, :length]).to_dense(5)
+    np.testing.assert_array_equal(packed, alone)
+    counted = estimate(q, k, first_block=first).to_dense(8)[:, :, :5, :5]
+    assert not np.array_equal(counted, alone)  # the padding would have changed the last row
+
+
 def test_entries_and_documents_do_not_see_each_other():
     q, k = random_qk(128)
     packed = estimate(q, k, first_block=jnp.asarray([[0, 0, 0, 3, 3, 3, 3, 3]] * 2)).to_dense(8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import overload
 
@@ -87,6 +88,12 @@ class Documents(Sequence[Document]):
             id=self._ids[position],
             kind=self._kinds[position],
         )
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of all that training reads of the documents: another data set under the same name has another."""
+        arrays = (self._tokens, self._offsets, self._labelled, self._ranges, self._tasks)
+        return hashlib.sha256(b"".join(hashlib.sha256(array.tobytes()).digest() for array in arrays)).hexdigest()
 
     @property
     def lengths(self) -> np.ndarray:

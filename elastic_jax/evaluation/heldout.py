@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from elastic_jax.data.batch import PackedBatch
+from elastic_jax.data.batch import PackedBatch, stack_packs
 from elastic_jax.data.tasks import TaskClass
 from elastic_jax.elastic import Arrays, ElasticModel
 from elastic_jax.objective import token_losses
@@ -60,8 +60,7 @@ def heldout_batches(packs: Sequence[PackedBatch], kinds: Sequence[str], batch_si
         for row, pack in enumerate(group):
             where = np.flatnonzero(pack.loss_weights > 0)
             position[row, : len(where)] = where
-        stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *group)
-        batches.append(HeldoutBatch(packs=stacked, answer_position=position, kinds=tuple(kinds[start : start + batch_size])))
+        batches.append(HeldoutBatch(packs=stack_packs(group), answer_position=position, kinds=tuple(kinds[start : start + batch_size])))
     return batches
 
 
@@ -138,20 +137,21 @@ def random_decisions(sparse_heads: np.ndarray, layers: int, heads: int, rng: np.
     return (np.argsort(order, axis=1) >= sparse_heads[:, None]).reshape(-1, layers, heads)
 
 
-def evaluate_heldout(scorer: HeldoutScorer, *, random_seeds: int, seed: int) -> dict[str, Any]:
+def evaluate_heldout(scorer: HeldoutScorer, *, random_seeds: int, seed: int, logit_bias: float = 0.0) -> dict[str, Any]:
     """Runs every condition and summarises it by class.
 
     Args:
       scorer: model and documents.
       random_seeds: independent draws of random routing.
       seed: of the draws.
+      logit_bias: of the router, see `choose_routing`.
 
     Returns:
       a JSON-ready report: `classes[name]` with the number of documents, Omega_MSR and Omega_ESR of the router and, for each of
       `full`, `router`, `sparse`, `random`, the mean answer loss (`random` has its spread over the draws as well); for classes with
       needles the share of hits under each; `heads[name]` and `heads.all`: how often each head is full, [L][K].
     """
-    routed = scorer.routed()
+    routed = scorer.routed(logit_bias)
     full = scorer.forced(np.ones_like(routed.is_full))
     sparse = scorer.forced(np.zeros_like(routed.is_full))
     documents, layers, heads = routed.is_full.shape
