@@ -5,9 +5,9 @@ not visited, neither forward nor backward: the inner loop's trip count is the nu
 is applied by element. The G query heads of a KV head are rows of one matrix product, so K and V are never expanded.
 
 Work is split in units (one batch entry, `_Tiling.heads` of its KV heads) that run one after another; inside a unit a scan over query
-tiles. The heads of a unit walk the same key tiles, the union of what they see:
-on a CPU a unit is one KV head and every head skips by itself; elsewhere a unit is all heads of an entry, where few launches count for more. A unit reads nothing of the others, so a batch entry's
-result does not depend, to the bit, on the entries beside it.
+tiles. The heads of a unit walk the same key tiles, the union of what they see: on a CPU a unit is one KV head, and every head skips by
+itself; elsewhere a unit is all heads of an entry, because few launches count for more there. A unit reads nothing of the others, so a
+batch entry's result does not depend, to the bit, on the entries beside it.
 
 The backward pass walks the same tiles once: p is computed again from the log-sum-exp, dq is summed over a query tile's key tiles, dk
 and dv are summed in place in float32 buffers of one unit. No atomics, hence two runs give the same bits.
