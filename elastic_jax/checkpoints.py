@@ -32,6 +32,8 @@ class RunDirectory:
     """
 
     def __init__(self, path: str | Path, *, keep: int | None = None):
+        if not str(path) or "://" in str(path):
+            raise ValueError(f"{str(path)!r} cannot be a run's folder: give a local path")
         self.path = Path(path).absolute()
         self._lock: IO[str] | None = None
         checkpoints = self.path / "checkpoints"
@@ -84,6 +86,8 @@ class RunDirectory:
             ]
             if differing:
                 raise ValueError(f"{self.path} holds a run with other settings ({'; '.join(differing)}): give another folder")
+        elif self.latest_step is not None:
+            raise ValueError(f"{self.path} has checkpoints but no {_SETTINGS}, so it cannot be told whose they are: give another folder")
         else:
             partial = file.with_suffix(".partial")
             partial.write_text(json.dumps(settings, indent=2) + "\n")
@@ -105,7 +109,13 @@ class RunDirectory:
         """The newest checkpoint, replicated over the mesh; `like` gives structure, shapes and dtypes."""
         replicated = NamedSharding(mesh, P())
         abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), like)
-        return self._checkpointer.load(self.latest_step, abstract)
+        try:
+            return self._checkpointer.load(self.latest_step, abstract)
+        except Exception as error:  # Orbax raises a different one for every kind of damage
+            raise ValueError(
+                f"the checkpoint of step {self.latest_step} in {self.path / 'checkpoints'} cannot be read ({type(error).__name__}): "
+                "remove its folder to go on from the one before"
+            ) from error
 
     def close(self) -> None:
         self._checkpointer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -35,14 +36,14 @@ class OptimizerConfig:
     clip: float = 5.0
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps={self.steps}: at least 1 is needed")
+        if not 1 <= self.steps < 2**31:
+            raise ValueError(f"steps={self.steps}: accepted are 1 to 2**31 - 1")
         if not 0.0 <= self.warmup < 1.0:
             raise ValueError(f"warmup={self.warmup}: accepted are shares of the steps in [0, 1)")
         for name in ("router_lr", "multiplier_lr", "clip"):
-            if not getattr(self, name) > 0.0:
+            if not 0.0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name}={getattr(self, name)}: accepted are positive numbers")
-        if self.weight_decay < 0.0:
+        if not 0.0 <= self.weight_decay < math.inf:
             raise ValueError(f"weight_decay={self.weight_decay}: accepted are numbers from 0")
 
 

@@ -6,6 +6,7 @@ Axis letters: A micro-batches, B packs of all devices, T tokens, C documents per
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, cast, get_args
@@ -60,12 +61,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.temperature not in get_args(TemperatureSchedule):
             raise ValueError(f"temperature={self.temperature!r}: accepted are {', '.join(get_args(TemperatureSchedule))}")
-        if not 0.0 < self.temperature_end <= self.temperature_start:
+        if not 0.0 < self.temperature_end <= self.temperature_start < math.inf:
             raise ValueError(
                 f"temperature_start={self.temperature_start}, temperature_end={self.temperature_end}: accepted is 0 < end <= start"
             )
-        if self.seed < 0:
-            raise ValueError(f"seed={self.seed}: accepted are whole numbers from 0")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed}: accepted are whole numbers from 0 to 2**32 - 1")
         for name in ("global_batch", "packs_per_device"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: at least 1 is needed")
@@ -146,9 +147,9 @@ def make_train_step(
     The state is donated. The backbone is an argument that is only read: it gets no gradient and is not returned. The only
     collective is one sum over the devices of the trainable arrays' gradients and the metrics.
 
-    Metrics (float32): `lm_loss`, `penalty`, `loss` (means over the step's packs), `grad_norm` (before clipping), `temperature`,
-    `router_lr`, `multiplier_lr`; and by task class, N values each: `documents`, `msr`, `document_penalty`, `entropy` (nats, of
-    the router's probabilities), `lambda1`, `lambda2` (before the step). A class's means are NaN where it has no document.
+    Metrics (float32): `lm_loss`, `penalty`, `loss` (means over the step's packs), `grad_norm` (before clipping), `update_norm`,
+    `temperature`, `router_lr`, `multiplier_lr`; and by task class, N values each: `documents`, `msr`, `document_penalty`, `entropy`
+    (nats, of the router's probabilities), `lambda1`, `lambda2` (before the step). A class's means are NaN where it has no document.
     """
     optimizer = make_optimizer(config.optimizer)
     packs = config.global_batch
@@ -198,6 +199,7 @@ def make_train_step(
             "loss": sums["lm_loss"] + sums["penalty"],
             "documents": documents,
             "grad_norm": optax.tree.norm(grads),
+            "update_norm": optax.tree.norm(updates),
             "temperature": temperature,
             "router_lr": schedule(config.optimizer, config.optimizer.router_lr)(state.step),
             "multiplier_lr": schedule(config.optimizer, config.optimizer.multiplier_lr)(state.step),

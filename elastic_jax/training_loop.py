@@ -37,14 +37,22 @@ class BatchSource(Protocol):
 
 
 @contextlib.contextmanager
-def _sigterm_flag() -> Iterator[list[bool]]:
-    """Yields a list that becomes non-empty when SIGTERM arrives; the old handler comes back at the end."""
-    received: list[bool] = []
-    old = signal.signal(signal.SIGTERM, lambda *_: received.append(True))
+def _stop_flag() -> Iterator[list[int]]:
+    """Yields a list that is empty until SIGTERM or Ctrl-C arrives; a second Ctrl-C interrupts as usual."""
+    received: list[int] = []
+
+    def note(number: int, frame: object) -> None:
+        del frame
+        received.append(number)
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    old = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield received
     finally:
-        signal.signal(signal.SIGTERM, old)
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 class MetricsLog:
@@ -78,15 +86,23 @@ class MetricsLog:
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """The complete lines of a run's `metrics.jsonl`; the last one may have been cut by a kill and is then left out."""
-    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    """The complete lines of a run's `metrics.jsonl`; the last one may have been cut by a kill and is then left out.
+
+    Raises:
+      ValueError: another line is damaged, named by its number.
+    """
+    path = directory / "metrics.jsonl"
+    lines = path.read_text(errors="replace").splitlines()
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
+            record = json.loads(line)
+            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                raise ValueError("an object with a step is needed")
+            records.append(record)
+        except ValueError as error:
             if number < len(lines):
-                raise ValueError(f"{directory / 'metrics.jsonl'}: line {number} is not JSON ({error})") from error
+                raise ValueError(f"{path}: line {number} is damaged ({error})") from error
     return records
 
 
@@ -112,11 +128,11 @@ def train(
 ) -> tuple[TrainState, bool]:
     """Trains to `config.optimizer.steps`, going on from the run's newest checkpoint where it has one.
 
-    A resumed run is bit-identical to an uninterrupted one on the same devices. SIGTERM ends the run after the current step with
-    a checkpoint.
+    A resumed run is bit-identical to an uninterrupted one on the same devices. SIGTERM and Ctrl-C end the run after the current
+    step with a checkpoint.
 
     Returns:
-      the last state, and whether training is complete (False after SIGTERM).
+      the last state, and whether training is complete (False after a signal).
 
     Raises:
       NonFiniteLossError: names the step and its packs; nothing of that step is saved.
@@ -128,7 +144,7 @@ def train(
     train_step = make_train_step(model, config, mesh)
     steps, first = config.optimizer.steps, int(state.step)
     with contextlib.ExitStack() as stack:
-        stopped = stack.enter_context(_sigterm_flag())
+        stopped = stack.enter_context(_stop_flag())
         log = stack.enter_context(contextlib.closing(MetricsLog(run.path, first)))
         bar = stack.enter_context(tqdm(total=steps, initial=first, unit="step"))
         batches = (shard_batch(data.batch(step, shape), mesh) for step in range(first, steps))
@@ -139,11 +155,12 @@ def train(
             state, device_metrics = train_step(state, backbone, batch)
             batch = next(batches, None)  # while the device works
             metrics = jax.device_get(device_metrics)
-            if not math.isfinite(float(metrics["loss"])) or not math.isfinite(float(metrics["grad_norm"])):
-                packs = config.global_batch
+            watched = {name: float(metrics[name]) for name in ("loss", "grad_norm", "update_norm")}
+            if not all(map(math.isfinite, watched.values())):
+                packs, saved = config.global_batch, run.latest_step
                 raise NonFiniteLossError(
-                    f"step {step}: loss {float(metrics['loss'])}, gradient norm {float(metrics['grad_norm'])} in packs "
-                    f"{step * packs} to {(step + 1) * packs - 1}; the newest checkpoint is of step {run.latest_step}"
+                    f"step {step}: {', '.join(f'{name} {value}' for name, value in watched.items())} in packs {step * packs} to "
+                    f"{(step + 1) * packs - 1}; {'no checkpoint yet' if saved is None else f'the newest checkpoint is of step {saved}'}"
                 )
             record = _record(metrics, config)
             record["tokens_per_second"] = config.global_batch * tokens_per_pack / (time.perf_counter() - started)

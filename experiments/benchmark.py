@@ -12,20 +12,21 @@ import platform
 import sys
 
 import jax
-from absl import app, flags
+from absl import app, flags, logging
 
+from elastic_jax.data.packing import check_pack_shape
 from experiments.bench import train_step, xla_attention
-from experiments.common import define_model_flags, load_elastic_model, model_settings
+from experiments.common import define_model_flags, errors_in_one_line, load_elastic_model, model_settings
 
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         sys.exit(f"unexpected argument {argv[1]!r}: every option is a flag, --helpfull lists them")
     values = flags.FLAGS
-    if values.tokens < values.block_size or values.tokens % values.block_size:
-        sys.exit(f"error: --tokens={values.tokens}: accepted are multiples of --block_size={values.block_size}")
-    try:
+    logging.set_verbosity(logging.WARNING)
+    with errors_in_one_line():
         if values.what == "train_step":
+            check_pack_shape(values.tokens, values.block_size, 1)
             model, backbone, _ = load_elastic_model(model_settings())
             records = train_step.run(model, backbone, tokens=values.tokens, repeats=values.repeats)
         else:
@@ -38,8 +39,6 @@ def main(argv: list[str]) -> None:
         }
         for record in records:
             print(json.dumps(record | about), flush=True)
-    except (ValueError, FileNotFoundError, NotImplementedError) as error:
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from elastic_jax import assets
 from elastic_jax.config import RouterConfig, SparsityConfig
 from elastic_jax.elastic import Arrays, ElasticModel
 from elastic_jax.models.config import PRESETS
+from elastic_jax.training_loop import NonFiniteLossError
 from elastic_jax.weights.load import load_model
 
 # The one preset whose weights `python -m experiments.fetch_assets` brings.
@@ -114,6 +118,17 @@ def check_length(model: ElasticModel, max_tokens: int) -> None:
             f"--max_tokens={max_tokens} is beyond the model's {limit} positions: give at most {limit}, or "
             f"--yarn_factor={-(-max_tokens // original)} to stretch them"
         )
+
+
+@contextlib.contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """Ends the program with one line and exit status 1 for what the user can mend, and quietly for Ctrl-C."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError, NotImplementedError, OverflowError, MemoryError, NonFiniteLossError) as error:
+        sys.exit(f"error: {error or type(error).__name__}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
 
 
 def use_compilation_cache() -> None:

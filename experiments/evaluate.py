@@ -19,7 +19,7 @@ from elastic_jax.data.sources import load_documents, needs_tokenizer
 from elastic_jax.evaluation.heldout import HeldoutScorer, evaluate_heldout, heldout_batches, report_table
 from elastic_jax.trainer import data_mesh, init_state
 from elastic_jax.weights.load import load_tokenizer
-from experiments.common import load_elastic_model, use_compilation_cache
+from experiments.common import errors_in_one_line, load_elastic_model, use_compilation_cache
 from experiments.figures import plot_heads
 from experiments.train import train_config
 
@@ -31,7 +31,7 @@ def _heldout(out: str, rows: int, random_seeds: int, batch_size: int, seed: int,
             raise ValueError(f"--out={out} holds no checkpoint yet")
         model, backbone, source = load_elastic_model(settings)
         state = run.load(init_state(model, train_config(settings)), data_mesh(jax.devices()[:1]))
-    max_tokens = settings["max_tokens"] or settings["pack_tokens"]
+    max_tokens = settings["pack_tokens"] if settings["max_tokens"] is None else settings["max_tokens"]
     documents = load_documents(
         settings["data"],
         load_tokenizer(source) if needs_tokenizer(settings["data"]) else None,
@@ -41,6 +41,7 @@ def _heldout(out: str, rows: int, random_seeds: int, batch_size: int, seed: int,
         corpus_rows_per_class=rows,
         seed=settings["seed"],
     )
+    documents.check_vocabulary(model.config.vocab_size)
     print(documents.report)
     chosen = _first_of_each_class(documents, rows)
     block = settings["block_size"]
@@ -81,10 +82,8 @@ def main(argv: list[str]) -> None:
     logging.set_verbosity(logging.WARNING)  # Orbax tells every step of a save
     use_compilation_cache()
     values = flags.FLAGS
-    try:
+    with errors_in_one_line():
         _heldout(values.out, values.rows, values.random_seeds, values.batch_size, values.seed, values.logit_bias)
-    except (ValueError, FileNotFoundError, ImportError) as error:
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> None:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
     try:
         assets.fetch(_ONLY.value)
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         sys.exit(f"fetch_assets: {error}")
 
 

@@ -15,6 +15,7 @@ from absl import app, flags
 
 from elastic_jax.data.tasks import TaskClass
 from elastic_jax.training_loop import read_metrics
+from experiments.common import errors_in_one_line
 
 _CLASSES = [task.name.lower() for task in TaskClass]
 
@@ -84,10 +85,11 @@ def main(argv: list[str]) -> None:
     run = Path(flags.FLAGS.out)
     if not (run / "metrics.jsonl").exists():
         sys.exit(f"--out={run} holds no finished or running training: metrics.jsonl is missing")
-    print(f"wrote {plot_training(run)}")
-    report = run / "heldout.json"
-    if report.exists():
-        print(f"wrote {plot_heads(run, json.loads(report.read_text()))}")
+    with errors_in_one_line():
+        print(f"wrote {plot_training(run)}")
+        report = run / "heldout.json"
+        if report.exists():
+            print(f"wrote {plot_heads(run, json.loads(report.read_text()))}")
 
 
 if __name__ == "__main__":

@@ -21,9 +21,16 @@ from elastic_jax.data.sources import load_documents, needs_tokenizer
 from elastic_jax.objective import PenaltyConfig
 from elastic_jax.optim import OptimizerConfig
 from elastic_jax.trainer import TrainConfig, data_mesh
-from elastic_jax.training_loop import NonFiniteLossError, train
+from elastic_jax.training_loop import train
 from elastic_jax.weights.load import load_tokenizer
-from experiments.common import check_length, define_model_flags, load_elastic_model, model_settings, use_compilation_cache
+from experiments.common import (
+    check_length,
+    define_model_flags,
+    errors_in_one_line,
+    load_elastic_model,
+    model_settings,
+    use_compilation_cache,
+)
 from experiments.figures import plot_training
 
 _TRAIN = TrainConfig()
@@ -36,7 +43,7 @@ _FREE_FLAGS = ("out", "checkpoint_every", "keep", "workers")
 def define_training_flags() -> tuple[str, ...]:
     """Defines the flags of data, objective and optimiser, and returns their names; every default is the paper's."""
     before = set(flags.FLAGS)
-    flags.DEFINE_string("data", "corpus", "Sources joined by commas; `--data=help` lists them.")
+    flags.DEFINE_string("data", "corpus", "Sources joined by commas; an unknown one makes the program list them.")
     flags.DEFINE_integer("pack_tokens", 65_536, "Tokens per pack.")
     flags.DEFINE_integer("min_tokens", 1_000, "Shortest document.")
     flags.DEFINE_integer("max_tokens", None, "Longest document (default: pack_tokens).")
@@ -93,9 +100,12 @@ def _run(settings: dict[str, Any], out: str, checkpoint_every: int, keep: int, w
     check_pack_shape(settings["pack_tokens"], settings["block_size"], settings["max_documents"])
     if checkpoint_every < 1:
         raise ValueError(f"checkpoint_every={checkpoint_every}: at least 1 step is needed")
+    for name, value in (("workers", workers), ("max_tokens", settings["max_tokens"]), ("corpus_rows", settings["corpus_rows"])):
+        if value is not None and value < 1:
+            raise ValueError(f"{name}={value}: at least 1 is needed")
     has_text = needs_tokenizer(settings["data"])
     model, backbone, source = load_elastic_model(settings)
-    max_tokens = settings["max_tokens"] or settings["pack_tokens"]
+    max_tokens = settings["pack_tokens"] if settings["max_tokens"] is None else settings["max_tokens"]
     check_length(model, max_tokens)
     with RunDirectory(out, keep=keep) as run:
         started = time.perf_counter()
@@ -109,6 +119,7 @@ def _run(settings: dict[str, Any], out: str, checkpoint_every: int, keep: int, w
             seed=settings["seed"],
             workers=workers,
         )
+        documents.check_vocabulary(model.config.vocab_size)
         run.claim(settings | {"data_sha256": documents.fingerprint})
         print(f"data: {time.perf_counter() - started:.0f} s\n{documents.report}")
         packs = PackedDataset(
@@ -136,7 +147,7 @@ def _run(settings: dict[str, Any], out: str, checkpoint_every: int, keep: int, w
             tokens_per_pack=settings["pack_tokens"],
             checkpoint_every=checkpoint_every,
         )
-        print(f"{'trained' if complete else 'stopped by SIGTERM'}: checkpoint of step {run.latest_step} in {run.path}")
+        print(f"{'trained' if complete else 'stopped'}: checkpoint of step {run.latest_step} in {run.path}")
         print(f"wrote {plot_training(run.path)}")
 
 
@@ -148,11 +159,9 @@ def main(argv: list[str]) -> None:
     values = flags.FLAGS
     # Until training has its own handler there is nothing to save.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    try:
+    with errors_in_one_line():
         settings = model_settings() | {name: values[name].value for name in _TRAINING_FLAGS}
         _run(settings, values.out, values.checkpoint_every, values.keep, values.workers)
-    except (ValueError, FileNotFoundError, ImportError, NonFiniteLossError) as error:
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ def test_sigterm_saves_and_exits_zero(workshop, whole):
     process.send_signal(signal.SIGTERM)
     stdout, _ = process.communicate(timeout=120)
     assert process.returncode == 0
-    assert "stopped by SIGTERM: checkpoint of step" in stdout
+    assert "stopped: checkpoint of step" in stdout
     assert run(arguments).returncode == 0
     assert_same_run(whole, out)
 
@@ -185,6 +185,43 @@ def test_other_data_under_the_same_name_is_refused(workshop, whole):
     assert "other settings (data_sha256" in result.stderr
 
 
+def test_tokens_that_the_model_does_not_have_are_refused(workshop, tmp_path):
+    rows = pq.read_table(workshop / "packed.parquet").to_pylist()
+    rows[3]["input_ids"][5] = rows[3]["labels"][5] = 97
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "wide.parquet")
+    result = run(command(workshop, tmp_path / "out", data=f"packed:{tmp_path}/wide.parquet"))
+    assert result.returncode == 1
+    assert "document 'wide.parquet:3:0' has token id 97: the model's are 0 to 96" in result.stderr
+
+
+def test_damaged_runs_are_named(workshop, whole, tmp_path):
+    def damaged(change):
+        out = tmp_path / str(len(list(tmp_path.iterdir())))
+        shutil.copytree(whole, out)
+        change(out)
+        return run(command(workshop, out)).stderr
+
+    assert "settings.json is damaged" in damaged(lambda out: (out / "settings.json").write_text("{"))
+    assert "has checkpoints but no settings.json" in damaged(lambda out: (out / "settings.json").unlink())
+    assert f"checkpoint of step {STEPS}" in damaged(lambda out: shutil.rmtree(out / "checkpoints" / str(STEPS) / "state"))
+    assert "line 2 is damaged" in damaged(
+        lambda out: (out / "metrics.jsonl").write_text((out / "metrics.jsonl").read_text().replace('{"step": 1,', '{"step": "x",'))
+    )
+
+
+def test_ctrl_c_saves(workshop):
+    out = workshop / "interrupted"
+    process = subprocess.Popen(
+        command(workshop, out, checkpoint_every=100, steps=500), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    while lines(out) < 2 and process.poll() is None:
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    stdout, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert "stopped: checkpoint of step" in stdout
+
+
 def test_benchmark_prints_json_lines(workshop):
     arguments = [f"--model={workshop / 'model'}", "--tokens=128", "--block_size=16", "--sink_tokens=16", "--local_tokens=32", "--repeats=1"]
     result = run([sys.executable, "-m", "experiments.benchmark", "--what=train_step", *arguments])
@@ -217,6 +254,10 @@ def test_a_folder_without_a_run_is_refused_and_left_alone(tmp_path, program):
         ({"lower": "0.1,0.2"}, "--lower and --upper go together"),
         ({"steps": 0}, "steps=0"),
         ({"seed": -1}, "seed=-1"),
+        ({"weight_decay": "nan"}, "weight_decay=nan"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"yarn_factor": 0}, "factor=0.0"),
+        ({"out": "gs://bucket/run"}, "cannot be a run's folder"),
         ({"global_batch": 3, "packs_per_device": 2}, "global_batch=3 is not a multiple"),
     ],
 )

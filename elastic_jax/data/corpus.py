@@ -69,7 +69,7 @@ def build_corpus(
     Raises:
       ValueError: `max_tokens` below 384, `min_tokens` above it, or an unknown split.
       FileNotFoundError: an asset is missing.
-      RuntimeError: the tokenizer's special tokens are in every text.
+      ValueError: the tokenizer's special tokens are in every text.
     """
     if split not in ("train", "heldout"):
         raise ValueError(f"split={split!r}: accepted are 'train', 'heldout'")
@@ -123,7 +123,7 @@ def _usable_row(make: _Maker, number: int, key: str, gauge: _Gauge, lengths: tup
         row = make(number + 10_007 * attempt, rng, gauge, rng.randint(*lengths))
         if gauge.usable(row):
             return row
-    raise RuntimeError(f"no usable row of {make.__name__} in {_ATTEMPTS} attempts")
+    raise ValueError(f"no usable row of {make.__name__} in {_ATTEMPTS} attempts")
 
 
 def _take(

@@ -89,6 +89,13 @@ class Documents(Sequence[Document]):
             kind=self._kinds[position],
         )
 
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """ValueError where a token is not one of the model's: naming a document that has it."""
+        wrong = np.flatnonzero((self._tokens < 0) | (self._tokens >= vocab_size))
+        if wrong.size:
+            document = self[int(np.searchsorted(self._offsets, wrong[0], side="right")) - 1]
+            raise ValueError(f"document {document.id!r} has token id {self._tokens[wrong[0]]}: the model's are 0 to {vocab_size - 1}")
+
     @property
     def fingerprint(self) -> str:
         """SHA-256 of all that training reads of the documents: another data set under the same name has another."""

@@ -52,6 +52,11 @@ def read_packed(path: Path, *, report: RejectionReport, max_tokens: int, min_tok
         with pq.ParquetFile(path) as file:
             if missing := [column for column in _COLUMNS if column not in file.schema_arrow.names]:
                 raise ValueError(f"{path}: no column {missing[0]!r}; found {', '.join(map(repr, file.schema_arrow.names))}")
+            for column in _COLUMNS:
+                kind = file.schema_arrow.field(column).type
+                if _integer_lists(kind) != (2 if column == "range_ids" else 1):
+                    needed = "lists of lists of integers" if column == "range_ids" else "lists of integers"
+                    raise ValueError(f"{path}: column {column!r} has type {kind}: accepted are {needed}")
             for batch in file.iter_batches(batch_size=1, columns=list(_COLUMNS)):
                 pack = {name: batch.column(name)[0].values for name in _COLUMNS}
                 for number, document in enumerate(_split(pack, f"{path}, row {row}")):
@@ -70,12 +75,29 @@ def read_packed(path: Path, *, report: RejectionReport, max_tokens: int, min_tok
         raise ValueError(f"{path}: cannot be read at row {row} ({error})") from error
 
 
+def _integer_lists(kind: Any) -> int | None:
+    """How many lists deep a pyarrow type has its integers; None where it has none."""
+    import pyarrow as pa
+
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        inside = _integer_lists(kind.value_type)
+        return None if inside is None else inside + 1
+    return 0 if pa.types.is_integer(kind) else None
+
+
 def _split(pack: dict[str, Any], where: str) -> Iterator[dict[str, Any] | None]:
     """Yields each document's fields but its id, or None for one of unknown class; `pack` holds pyarrow arrays."""
     if any(pack[name] is None or pack[name].null_count for name in _COLUMNS):
         raise ValueError(f"{where}: a value is missing")
     tokens, labels, starts, tasks = (pack[name].to_numpy(zero_copy_only=False) for name in _COLUMNS[:4])
-    ranges = np.array(pack["range_ids"].to_pylist(), np.int64)
+    try:
+        ranges = np.array(pack["range_ids"].to_pylist(), np.int64)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: range_ids must be lists of 8 numbers, one for each document") from error
+    if ranges.ndim != 2:
+        raise ValueError(f"{where}: range_ids must be lists of 8 numbers, one for each document")
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < 2**31:
+        raise ValueError(f"{where}: input_ids from {tokens.min()} to {tokens.max()}: token ids lie from 0 to 2**31 - 1")
     if len(labels) != len(tokens):
         raise ValueError(f"{where}: {len(tokens)} input_ids but {len(labels)} labels")
     labelled = labels != _IGNORED

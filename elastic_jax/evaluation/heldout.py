@@ -50,6 +50,11 @@ class Scores:
 
 def heldout_batches(packs: Sequence[PackedBatch], kinds: Sequence[str], batch_size: int) -> list[HeldoutBatch]:
     """Groups packs of one document each, whose loss weights mark the answer; the last batch repeats its last document."""
+    if unlabelled := [number for number, pack in enumerate(packs) if not (pack.loss_weights > 0).any()]:
+        raise ValueError(
+            f"{len(unlabelled)} of {len(packs)} held-out documents have no labelled answer token, so their answers have no loss"
+        )
+    batch_size = min(batch_size, len(packs))
     longest = max(int((pack.loss_weights > 0).sum()) for pack in packs)
     batches = []
     for start in range(0, len(packs), batch_size):

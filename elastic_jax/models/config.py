@@ -78,6 +78,16 @@ class ModelConfig:
         if absent := [key for key in required if raw.get(key) is None]:
             raise ValueError(f"the model's config lacks {', '.join(absent)}")
 
+        for key in (*required, "num_key_value_heads", "head_dim"):
+            value = raw.get(key)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"the model's config has {key}={value!r}: a whole number from 1 is needed")
+        epsilon = raw.get("rms_norm_eps", 1e-6)
+        if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0.0 < epsilon < 1.0:
+            raise ValueError(f"the model's config has rms_norm_eps={epsilon!r}: a small positive number is needed")
+        if not isinstance(raw.get("tie_word_embeddings", False), bool):
+            raise ValueError(f"the model's config has tie_word_embeddings={raw['tie_word_embeddings']!r}: accepted are true and false")
+
         num_heads = raw["num_attention_heads"]
         # Where a key is absent, transformers' own default for that model type holds.
         head_dim = raw.get("head_dim") or (128 if model_type == "qwen3" else raw["hidden_size"] // num_heads)
@@ -90,7 +100,7 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=raw.get("num_key_value_heads") or num_heads,
             head_dim=head_dim,
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rms_norm_eps=epsilon,
             rope=RopeConfig.from_hf(raw),
             max_positions=raw["max_position_embeddings"],
             tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
