@@ -135,7 +135,7 @@ def test_absent_keys_take_the_defaults_of_transformers() -> None:
         ({"rope_scaling": {"type": "longrope"}}, "rope_type='longrope': accepted are"),
         ({"hidden_size": None, "vocab_size": None}, "lacks vocab_size, hidden_size"),
         ({"num_key_value_heads": 3}, "num_heads=16: it must be a multiple of num_kv_heads=3"),
-        ({"num_hidden_layers": 0}, "num_layers=0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
         ({"head_dim": 7}, "head_dim=7"),
     ],
 )

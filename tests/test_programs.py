@@ -262,7 +262,7 @@ def test_a_folder_without_a_run_is_refused_and_left_alone(tmp_path, program):
     ],
 )
 def test_bad_input_is_one_line_that_names_it(workshop, tmp_path, changes, message):
-    result = run(command(workshop, tmp_path / "out", **changes))
+    result = run(command(workshop, **({"out": tmp_path / "out"} | changes)))
     assert result.returncode == 1
     assert message in result.stderr
     assert "Traceback" not in result.stderr
