@@ -18,9 +18,8 @@ from elastic_jax.plan import BlockMask, HeadPlan, per_block, routed_plan, unifor
 from elastic_jax.sparsity.xattention import estimate_blocks
 from pallas_kernels.api import Implementation, mixed_head_attention, mixed_head_attention_backward
 
-# What the backward pass keeps of the attention kernels' work: outputs of both branches; log-sum-exp and XAttention's selected blocks.
-# Under jax.checkpoint with policy save_only_these_names(*RESIDUAL_NAMES) no kernel runs a second time.
-RESIDUAL_NAMES = ("attention_out", "attention_lse")
+# What the backward pass keeps of the attention kernels' work is named "attention_out" (outputs of both branches) and "attention_lse"
+# (log-sum-exp, decisions and XAttention's selected blocks): under the decoder's SAVE_ATTENTION no kernel runs a second time.
 
 
 def routed_attention(

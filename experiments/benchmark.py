@@ -30,7 +30,7 @@ def main(argv: list[str]) -> None:
             model, backbone, _ = load_elastic_model(model_settings())
             records = train_step.run(model, backbone, tokens=values.tokens, repeats=values.repeats)
         else:
-            records = xla_attention.run(tokens=values.tokens, repeats=values.repeats)
+            records = xla_attention.run(tokens=values.tokens, dtype=model_settings()["dtype"], repeats=values.repeats)
         about = {
             "device": jax.devices()[0].device_kind,
             "jax": jax.__version__,

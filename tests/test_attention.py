@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from elastic_jax.attention import RESIDUAL_NAMES, routed_attention, selected_attention
+from elastic_jax.attention import routed_attention, selected_attention
 from elastic_jax.config import HeadMode, SparsityConfig
+from elastic_jax.models.decoder import SAVE_ATTENTION
 from elastic_jax.plan import routed_plan, uniform_plan, visible_blocks
 from elastic_jax.sparsity.xattention import estimate_blocks
 from pallas_kernels.api import mixed_head_attention
@@ -126,7 +127,7 @@ def test_a_checkpointed_layer_runs_no_attention_forward_twice(setting):
         text = str(jax.make_jaxpr(jax.grad(function, (0, 1, 2, 3)))(q, k, v, IS_FULL))
         return text.count(" while["), text.count(" sort[")
 
-    policy = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
+    policy = SAVE_ATTENTION
     sorts = 0 if setting == "fa_ssa" else 2  # of XAttention's selection
     assert loops_and_sorts(layer) == (3, sorts)  # a kernel has one loop of traced length: two branches, one backward pass
     assert loops_and_sorts(jax.checkpoint(layer, policy=policy)) == (3, sorts)

@@ -44,7 +44,7 @@ def test_ranges_are_those_of_the_rendered_conversation(template):
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": user_text(ROW)}], tokenize=False, add_generation_prompt=True, enable_thinking=False
     )
-    assert tokenizer.decode(document.prompt) == prompt
+    assert tokenizer.decode(document.tokens[: document.answer[0]]) == prompt
 
 
 def test_end_of_sequence_is_not_doubled():

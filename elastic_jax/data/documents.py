@@ -36,11 +36,6 @@ class Document:
     id: str
     kind: str = ""
 
-    @property
-    def prompt(self) -> np.ndarray:
-        """i32[answer start]: what a model is given to generate the answer."""
-        return self.tokens[: self.answer[0]]
-
 
 class Documents(Sequence[Document]):
     """A list of documents, stored as one flat array of tokens (5 bytes per token) and one of offsets.
