@@ -8,7 +8,7 @@ RUN := runs/demo
 demo: .venv/installed
 	$(BIN)/python -m experiments.fetch_assets
 	$(BIN)/python -m experiments.train --pack_tokens=512 --min_tokens=384 --max_documents=1 --block_size=32 --sink_tokens=32 --local_tokens=64 \
-		--steps=50 --global_batch=2 --corpus_rows=20 --router_lr=2.5e-3 --multiplier_lr=4e-2 --t_sensitive=0.5 --checkpoint_every=10 --out=$(RUN)
+		--steps=50 --global_batch=2 --corpus_rows=20 --router_lr=5e-3 --multiplier_lr=2e-2 --warmup=0.1 --checkpoint_every=10 --out=$(RUN)
 	$(BIN)/python -m experiments.evaluate --suite=heldout --rows=6 --random_seeds=2 --batch_size=2 --out=$(RUN)
 
 test: .venv/installed-dev

@@ -20,6 +20,9 @@ from elastic_jax.models.config import PRESETS
 from elastic_jax.training_loop import NonFiniteLossError
 from elastic_jax.weights.load import load_model
 
+# transformers is here for its tokenizers: that PyTorch is absent is no news.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
 # The one preset whose weights `python -m experiments.fetch_assets` brings.
 _PACKAGED = ("smollm2_135m",)
 

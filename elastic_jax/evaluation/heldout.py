@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from tqdm import tqdm
 
 from elastic_jax.data.batch import PackedBatch, stack_packs
 from elastic_jax.data.tasks import TaskClass
@@ -105,9 +106,9 @@ class HeldoutScorer:
         """Kind of each document, str[M]."""
         return np.array([kind for batch in self._batches for kind in batch.kinds])
 
-    def _collect(self, results: Iterator[Any]) -> Scores:
+    def _collect(self, name: str, results: Iterator[Any]) -> Scores:
         rows = []
-        for batch, result in zip(self._batches, results, strict=True):
+        for batch, result in zip(tqdm(self._batches, desc=name, leave=False), results, strict=True):
             real = len(batch.kinds)
             loss, hit, full, esr = jax.device_get(result)
             rows.append((loss[:real], hit[:real], np.moveaxis(full[:, :real, 0], 1, 0) > 0.5, esr[:real, 0]))
@@ -117,7 +118,7 @@ class HeldoutScorer:
     def routed(self, logit_bias: float = 0.0) -> Scores:
         """Scores under the learned router."""
         run = partial(self._routed_program, self._router, self._backbone)
-        return self._collect(run(b.packs, b.answer_position, jnp.float32(logit_bias)) for b in self._batches)
+        return self._collect("routed", (run(b.packs, b.answer_position, jnp.float32(logit_bias)) for b in self._batches))
 
     def forced(self, is_full: np.ndarray) -> Scores:
         """Scores under given decisions, bool[M, L, K]."""
@@ -131,9 +132,9 @@ class HeldoutScorer:
                 part = np.concatenate([part, np.repeat(part[-1:], missing, axis=0)])
                 yield np.moveaxis(part, 0, 1)[:, :, None].astype(np.float32)  # [L, B, C=1, K]
 
-        return self._collect(
-            self._forced_program(self._backbone, b.packs, b.answer_position, d) for b, d in zip(self._batches, decisions(), strict=True)
-        )
+        program = self._forced_program
+        results = (program(self._backbone, b.packs, b.answer_position, d) for b, d in zip(self._batches, decisions(), strict=True))
+        return self._collect("given decisions", results)
 
 
 def random_decisions(sparse_heads: np.ndarray, layers: int, heads: int, rng: np.random.Generator) -> np.ndarray:
@@ -210,7 +211,8 @@ def evaluate_heldout(scorer: HeldoutScorer, *, random_seeds: int, seed: int, log
 def report_table(report: dict[str, Any]) -> str:
     """The report as a Markdown table: losses in nats per answer token, hits in per cent."""
     columns = "class|documents|MSR|ESR|full|router|random|all sparse|router gain over random|needle hits %: full / router / random / sparse"
-    lines = [f"|{columns}|", "|" + "---|" * len(columns.split("|"))]
+    names = columns.split("|")
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
     number = lambda x: "-" if x is None else f"{x:.3f}"
     for name, c in report["classes"].items():
         loss, needle = c["loss"], c.get("needle")
