@@ -120,18 +120,23 @@ def test_a_killed_run_goes_on_bit_identically(workshop, whole):
     assert_same_run(whole, out)
 
 
-def test_sigterm_saves_and_exits_zero(workshop, whole):
-    out = workshop / "terminated"
-    arguments = command(workshop, out, checkpoint_every=100)
-    process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    while lines(out) < 2 and process.poll() is None:
-        time.sleep(0.001)
-    process.send_signal(signal.SIGTERM)
-    stdout, _ = process.communicate(timeout=120)
-    assert process.returncode == 0
-    assert "stopped: checkpoint of step" in stdout
-    assert run(arguments).returncode == 0
-    assert_same_run(whole, out)
+def test_sigterm_and_ctrl_c_save_and_exit_zero(workshop):
+    out = workshop / "stopped"
+    arguments = command(workshop, out, checkpoint_every=10_000, steps=10_000)
+    reached = 0
+    for number in (signal.SIGTERM, signal.SIGINT):
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        while lines(out) < reached + 2 and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(number)
+        stdout, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
+        assert (f"going on from step {reached}\n" in stdout) == (reached > 0)
+        with RunDirectory(out) as stopped:
+            assert (stopped.latest_step or 0) >= reached + 2
+            reached = stopped.latest_step
+        assert f"stopped: checkpoint of step {reached} in" in stdout
+        assert lines(out) == reached
 
 
 def test_the_run_leaves_metrics_plots_and_settings(whole):
@@ -207,19 +212,6 @@ def test_damaged_runs_are_named(workshop, whole, tmp_path):
     assert "line 2 is damaged" in damaged(
         lambda out: (out / "metrics.jsonl").write_text((out / "metrics.jsonl").read_text().replace('{"step": 1,', '{"step": "x",'))
     )
-
-
-def test_ctrl_c_saves(workshop):
-    out = workshop / "interrupted"
-    process = subprocess.Popen(
-        command(workshop, out, checkpoint_every=100, steps=500), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    while lines(out) < 2 and process.poll() is None:
-        time.sleep(0.001)
-    process.send_signal(signal.SIGINT)
-    stdout, _ = process.communicate(timeout=120)
-    assert process.returncode == 0
-    assert "stopped: checkpoint of step" in stdout
 
 
 def test_benchmark_prints_json_lines(workshop):
