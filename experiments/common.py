@@ -15,10 +15,13 @@ from absl import flags
 
 from elastic_jax import assets
 from elastic_jax.config import RouterConfig, SparsityConfig
+from elastic_jax.data.documents import Documents
+from elastic_jax.data.hub_sources import Split
+from elastic_jax.data.sources import load_documents, needs_tokenizer
 from elastic_jax.elastic import Arrays, ElasticModel
 from elastic_jax.models.config import PRESETS
 from elastic_jax.training_loop import NonFiniteLossError
-from elastic_jax.weights.load import load_model
+from elastic_jax.weights.load import load_model, load_tokenizer
 
 # transformers is here for its tokenizers: that PyTorch is absent is no news.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -121,6 +124,30 @@ def check_length(model: ElasticModel, max_tokens: int) -> None:
             f"--max_tokens={max_tokens} is beyond the model's {limit} positions: give at most {limit}, or "
             f"--yarn_factor={-(-max_tokens // original)} to stretch them"
         )
+
+
+def longest_document(settings: dict[str, Any]) -> int:
+    """Tokens of the longest document that a run's settings allow."""
+    return settings["pack_tokens"] if settings["max_tokens"] is None else settings["max_tokens"]
+
+
+def load_run_documents(
+    settings: dict[str, Any], source: str, model: ElasticModel, *, split: Split, rows: int, workers: int = 1
+) -> Documents:
+    """The documents that a run's settings name, tokenised with the tokenizer beside the weights; `rows` per class in the corpus."""
+    max_tokens = longest_document(settings)
+    documents = load_documents(
+        settings["data"],
+        load_tokenizer(source) if needs_tokenizer(settings["data"]) else None,
+        split=split,
+        max_tokens=max_tokens,
+        min_tokens=min(settings["min_tokens"], max_tokens),
+        corpus_rows_per_class=rows,
+        seed=settings["seed"],
+        workers=workers,
+    )
+    documents.check_vocabulary(model.config.vocab_size)
+    return documents
 
 
 @contextlib.contextmanager

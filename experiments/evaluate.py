@@ -15,11 +15,9 @@ from absl import app, flags, logging
 
 from elastic_jax.checkpoints import RunDirectory
 from elastic_jax.data.packing import fill_pack
-from elastic_jax.data.sources import load_documents, needs_tokenizer
 from elastic_jax.evaluation.heldout import HeldoutScorer, evaluate_heldout, heldout_batches, report_table
 from elastic_jax.trainer import data_mesh, init_state
-from elastic_jax.weights.load import load_tokenizer
-from experiments.common import errors_in_one_line, load_elastic_model, use_compilation_cache
+from experiments.common import errors_in_one_line, load_elastic_model, load_run_documents, use_compilation_cache
 from experiments.figures import plot_heads
 from experiments.train import train_config
 
@@ -31,17 +29,7 @@ def _heldout(out: str, rows: int, random_seeds: int, batch_size: int, seed: int,
             raise ValueError(f"--out={out} holds no checkpoint yet")
         model, backbone, source = load_elastic_model(settings)
         state = run.load(init_state(model, train_config(settings)), data_mesh(jax.devices()[:1]))
-    max_tokens = settings["pack_tokens"] if settings["max_tokens"] is None else settings["max_tokens"]
-    documents = load_documents(
-        settings["data"],
-        load_tokenizer(source) if needs_tokenizer(settings["data"]) else None,
-        split="heldout",
-        max_tokens=max_tokens,
-        min_tokens=min(settings["min_tokens"], max_tokens),
-        corpus_rows_per_class=rows,
-        seed=settings["seed"],
-    )
-    documents.check_vocabulary(model.config.vocab_size)
+    documents = load_run_documents(settings, source, model, split="heldout", rows=rows)
     print(documents.report)
     chosen = _first_of_each_class(documents, rows)
     block = settings["block_size"]

@@ -17,17 +17,18 @@ from jax.sharding import NamedSharding, PartitionSpec
 from elastic_jax.checkpoints import RunDirectory
 from elastic_jax.data.dataset import PackedDataset
 from elastic_jax.data.packing import check_pack_shape
-from elastic_jax.data.sources import load_documents, needs_tokenizer
+from elastic_jax.data.sources import needs_tokenizer
 from elastic_jax.objective import PenaltyConfig
 from elastic_jax.optim import OptimizerConfig
 from elastic_jax.trainer import TrainConfig, data_mesh
 from elastic_jax.training_loop import train
-from elastic_jax.weights.load import load_tokenizer
 from experiments.common import (
     check_length,
     define_model_flags,
     errors_in_one_line,
     load_elastic_model,
+    load_run_documents,
+    longest_document,
     model_settings,
     use_compilation_cache,
 )
@@ -103,23 +104,12 @@ def _run(settings: dict[str, Any], out: str, checkpoint_every: int, keep: int, w
     for name, value in (("workers", workers), ("max_tokens", settings["max_tokens"]), ("corpus_rows", settings["corpus_rows"])):
         if value is not None and value < 1:
             raise ValueError(f"{name}={value}: at least 1 is needed")
-    has_text = needs_tokenizer(settings["data"])
+    needs_tokenizer(settings["data"])
     model, backbone, source = load_elastic_model(settings)
-    max_tokens = settings["pack_tokens"] if settings["max_tokens"] is None else settings["max_tokens"]
-    check_length(model, max_tokens)
+    check_length(model, longest_document(settings))
     with RunDirectory(out, keep=keep) as run:
         started = time.perf_counter()
-        documents = load_documents(
-            settings["data"],
-            load_tokenizer(source) if has_text else None,
-            split="train",
-            max_tokens=max_tokens,
-            min_tokens=min(settings["min_tokens"], max_tokens),
-            corpus_rows_per_class=settings["corpus_rows"],
-            seed=settings["seed"],
-            workers=workers,
-        )
-        documents.check_vocabulary(model.config.vocab_size)
+        documents = load_run_documents(settings, source, model, split="train", rows=settings["corpus_rows"], workers=workers)
         run.claim(settings | {"data_sha256": documents.fingerprint})
         print(f"data: {time.perf_counter() - started:.0f} s\n{documents.report}")
         packs = PackedDataset(
