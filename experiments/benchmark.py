@@ -1,22 +1,27 @@
-"""Benchmarks: one JSON line per case on standard output, with versions and device.
+"""Benchmarks: one JSON line per case on standard output, with versions and device; with --out also in a file, with a plot beside it.
 
+python -m experiments.benchmark --what=attention --tokens=16384 --sparse_shares=0,0.875 --implementations=mosaic,triton,cudnn_jax
 python -m experiments.benchmark --what=train_step --tokens=1024
-python -m experiments.benchmark --what=xla_attention --tokens=8192
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import platform
+import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
-import jax
 from absl import app, flags, logging
 
+from elastic_jax.config import RouterConfig, SparsityConfig
 from elastic_jax.data.packing import check_pack_shape
-from experiments.bench import train_step, xla_attention
+from experiments.bench import attention, report, router, train_step, xattn
 from experiments.common import define_model_flags, errors_in_one_line, load_elastic_model, model_settings
+from pallas_kernels.shapes import SHAPES
+
+_WHATS = ["attention", "dispatch", "backward", "xattn", "router", "train_step", "plot"]
 
 
 def main(argv: list[str]) -> None:
@@ -24,26 +29,86 @@ def main(argv: list[str]) -> None:
         sys.exit(f"unexpected argument {argv[1]!r}: every option is a flag, --helpfull lists them")
     values = flags.FLAGS
     logging.set_verbosity(logging.WARNING)
+    # JAX would take most of the GPU's memory at its first use and leave PyTorch none. Read when the device is opened, which is later.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with errors_in_one_line():
-        if values.what == "train_step":
-            check_pack_shape(values.tokens, values.block_size, 1)
-            model, backbone, _ = load_elastic_model(model_settings())
-            records = train_step.run(model, backbone, tokens=values.tokens, repeats=values.repeats)
+        folder = Path(values.out) if values.out else None
+        if values.what == "plot":
+            if folder is None or not (files := sorted(folder.glob("*.jsonl"))):
+                raise ValueError(f"--out={values.out}: --what=plot needs a folder with the .jsonl files of earlier runs")
         else:
-            records = xla_attention.run(tokens=values.tokens, dtype=model_settings()["dtype"], repeats=values.repeats)
-        about = {
-            "device": jax.devices()[0].device_kind,
-            "jax": jax.__version__,
-            "jaxlib": importlib.metadata.version("jaxlib"),
-            "python": platform.python_version(),
-        }
-        for record in records:
-            print(json.dumps(record | about), flush=True)
+            files = [folder / f"{values.what}.jsonl"] if folder is not None else []
+            report.write(_records(values.what), files[0] if files else None)
+        for file in files:
+            if path := report.plot(file):
+                print(f"wrote {path}", file=sys.stderr)
+
+
+def _records(what: str) -> Iterator[dict[str, Any]]:
+    values, settings = flags.FLAGS, model_settings()
+    common = {"dtype": settings["dtype"], "samples": values.samples}
+    if what == "train_step":
+        for tokens in _numbers("tokens", int, (1024,)):
+            check_pack_shape(tokens, values.block_size, 1)
+            model, backbone, _ = load_elastic_model(settings)
+            yield from train_step.run(model, backbone, tokens=tokens, samples=values.samples)
+        return
+    common["shape"] = values.shape
+    if what == "router":
+        config = RouterConfig(width=settings["router_width"], pooling=settings["pooling"])
+        yield from router.run(tokens=_numbers("tokens", int, router.TOKENS), config=config, **common)
+        return
+    common["sparsity"] = SparsityConfig(
+        **{name: settings[name] for name in ("block_size", "sink_tokens", "local_tokens", "xattn_stride", "xattn_threshold")}
+    )
+    if what == "xattn":
+        yield from xattn.run(
+            tokens=_numbers("tokens", int, xattn.TOKENS),
+            inputs=values.xattn_inputs,
+            implementations=values.implementations or xattn.IMPLEMENTATIONS,
+            **common,
+        )
+        return
+    implementations, tokens, shares = attention.DEFAULTS[what]
+    yield from attention.run(
+        what,
+        tokens=_numbers("tokens", int, tokens),
+        sparse_shares=_numbers("sparse_shares", float, shares),
+        implementations=values.implementations or implementations,
+        flex_options=None if values.flex_options is None else _options(values.flex_options),
+        **common,
+    )
+
+
+def _numbers(flag: str, kind: type, default: Any) -> Any:
+    texts: list[str] | None = flags.FLAGS[flag].value
+    if texts is None:
+        return default
+    try:
+        return [kind(text) for text in texts]
+    except ValueError as error:
+        raise ValueError(f"--{flag}={','.join(texts)}: accepted are numbers with commas between them") from error
+
+
+def _options(text: str) -> dict[str, Any]:
+    try:
+        options = json.loads(text)
+    except json.JSONDecodeError:
+        options = None
+    if not isinstance(options, dict):
+        raise ValueError(f"--flex_options={text}: accepted is a JSON object")
+    return options
 
 
 if __name__ == "__main__":
     define_model_flags()
-    flags.DEFINE_enum("what", None, ["train_step", "xla_attention"], "What to time.", required=True)
-    flags.DEFINE_integer("tokens", 1024, "Sequence length.")
-    flags.DEFINE_integer("repeats", 5, "Timed runs of each case.", lower_bound=1)
+    flags.DEFINE_enum("what", None, _WHATS, "What to time; `plot` only draws the files of --out again.", required=True)
+    flags.DEFINE_enum("shape", "qwen3_4b", list(SHAPES), "Model whose heads the kernels get (all but train_step, which takes --model).")
+    flags.DEFINE_list("tokens", None, "Sequence lengths (default: of each benchmark its own).")
+    flags.DEFINE_list("sparse_shares", None, "Shares of KV heads that stream: attention, dispatch, backward.")
+    flags.DEFINE_list("implementations", None, "Which to time, by name: attention, dispatch, backward, xattn.")
+    flags.DEFINE_list("xattn_inputs", list(xattn.INPUTS), "Queries and keys of xattn: random, demo (a layer of the demo model).")
+    flags.DEFINE_string("flex_options", None, "FlexAttention's kernel_options as JSON (default: the best of a few, tried at 16K tokens).")
+    flags.DEFINE_integer("samples", 5, "Timed samples of each case.", lower_bound=1)
+    flags.DEFINE_string("out", None, "Folder that gets the lines too (appended to WHAT.jsonl) and the plot (WHAT.png).")
     app.run(main)

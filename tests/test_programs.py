@@ -215,7 +215,7 @@ def test_damaged_runs_are_named(workshop, whole, tmp_path):
 
 
 def test_benchmark_prints_json_lines(workshop):
-    arguments = [f"--model={workshop / 'model'}", "--tokens=128", "--block_size=16", "--sink_tokens=16", "--local_tokens=32", "--repeats=1"]
+    arguments = [f"--model={workshop / 'model'}", "--tokens=128", "--block_size=16", "--sink_tokens=16", "--local_tokens=32", "--samples=1"]
     result = run([sys.executable, "-m", "experiments.benchmark", "--what=train_step", *arguments])
     assert result.returncode == 0, result.stderr
     record = json.loads(result.stdout.splitlines()[-1])

@@ -35,7 +35,7 @@ def _random_pack(model: ElasticModel, tokens: int) -> PackedBatch:
     return jax.tree.map(lambda x: np.asarray(x)[None, None], pack)
 
 
-def run(model: ElasticModel, backbone: Arrays, *, tokens: int, repeats: int) -> Iterator[dict[str, Any]]:
+def run(model: ElasticModel, backbone: Arrays, *, tokens: int, samples: int) -> Iterator[dict[str, Any]]:
     """Yields one record: median and fastest step, tokens/s, and the memory that the compiled step and the device report."""
     config = TrainConfig(global_batch=1)
     mesh = data_mesh(jax.devices()[:1])
@@ -45,7 +45,7 @@ def run(model: ElasticModel, backbone: Arrays, *, tokens: int, repeats: int) -> 
     compile_s = time.perf_counter() - started
     state = jax.block_until_ready(step(state, backbone, batch))[0]
     seconds = []
-    for _ in range(repeats):
+    for _ in range(samples):
         started = time.perf_counter()
         state = jax.block_until_ready(step(state, backbone, batch))[0]
         seconds.append(time.perf_counter() - started)

@@ -1,0 +1,97 @@
+"""JSON lines of records, on standard output and in a folder, and the plot of what the folder holds."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from experiments.bench.implementations import SERIAL
+
+_CASE = ("what", "direction", "implementation", "shape", "tokens", "dtype", "sparse_share", "device")
+
+
+def about() -> dict[str, Any]:
+    """Device and versions. cuDNN's is that of the package that JAX and PyTorch both load."""
+    cudnn = [version for name in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12") if (version := _version(name))]
+    return {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        **{name: _version(name) for name in ("jaxlib", "torch", "triton")},
+        "cudnn": cudnn[0] if cudnn else None,
+        "python": platform.python_version(),
+    }
+
+
+def write(records: Iterable[dict[str, Any]], file: Path | None) -> None:
+    """Prints each record as it comes and appends it to `file`, so that an interrupted run keeps what it measured."""
+    common = about()
+    for record in records:
+        line = json.dumps(record | common)
+        print(line, flush=True)
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with file.open("a", encoding="utf-8") as out:
+                out.write(line + "\n")
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The file's records that hold a time; of those of the same case the last."""
+    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return list({tuple(r.get(key) for key in _CASE): r for r in records if "median_ms" in r}.values())
+
+
+def plot(file: Path) -> Path | None:
+    """Draws speed-ups by sparse share, a panel for each length, beside `file`; None where there is nothing to draw.
+
+    `attention` and `backward`: over the fastest dense rival. `dispatch`: ours over serial dispatch, the paper's Fig. 4.
+    """
+    what = file.stem
+    records = [r for r in read(file) if not r.get("dense") and "sparse_share" in r]
+    lines: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for record in records:
+        label = record["implementation"]
+        if what == "dispatch":
+            if label not in SERIAL or "times_ours" not in record:
+                continue
+            label, value = f"{record['ours']} over {label}", record["times_ours"]
+        elif "speedup_over_dense" in record:
+            label, value = f"{label} {record['direction']}", record["speedup_over_dense"]
+        else:
+            continue
+        lines.setdefault((record["tokens"], label), []).append((record["sparse_share"], value))
+    if not lines:
+        return None
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    lengths = sorted({tokens for tokens, _ in lines})
+    labels = sorted({label for _, label in lines})
+    figure, axes = plt.subplots(1, len(lengths), figsize=(4.2 * len(lengths), 4), layout="constrained", squeeze=False)
+    for axis, tokens in zip(axes[0], lengths, strict=True):
+        for number, label in enumerate(labels):
+            if points := sorted(lines.get((tokens, label), [])):
+                axis.plot(*zip(*points, strict=True), marker="o", color=f"C{number}", label=label)
+        axis.axhline(1.0, color="grey", linewidth=0.8)
+        axis.set(title=f"{tokens:,} tokens", xlabel="share of streaming KV heads")
+        axis.legend(fontsize=7)
+    axes[0, 0].set_ylabel("speed-up over serial dispatch" if what == "dispatch" else "speed-up over the fastest dense")
+    path = file.with_suffix(".png")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
