@@ -13,7 +13,9 @@ import jax
 
 from experiments.bench.implementations import SERIAL
 
-_CASE = ("what", "direction", "implementation", "shape", "tokens", "dtype", "sparse_share", "device")
+# What two lines of one plot must share; and what makes a later line of a file replace an earlier one.
+_SETTING = ("shape", "dtype", "block_size", "sink_blocks", "local_blocks", "device")
+_CASE = (*_SETTING, "direction", "implementation", "tokens", "sparse_share")
 
 
 def about() -> dict[str, Any]:
@@ -49,10 +51,12 @@ def read(file: Path) -> list[dict[str, Any]]:
 def plot(file: Path) -> Path | None:
     """Draws speed-ups by sparse share, a panel for each length, beside `file`; None where there is nothing to draw.
 
-    `attention` and `backward`: over the fastest dense rival. `dispatch`: ours over serial dispatch, the paper's Fig. 4.
+    `attention` and `backward`: over the fastest dense rival. `dispatch`: ours over serial dispatch, the paper's Fig. 4. A file may hold
+    several shapes, windows or devices: those of its last line are drawn.
     """
     what = file.stem
-    records = [r for r in read(file) if not r.get("dense") and "sparse_share" in r]
+    records = [r for r in read(file) if "sparse_share" in r]
+    records = [r for r in records if not r["dense"] and all(r[key] == records[-1][key] for key in _SETTING)]
     lines: dict[tuple[int, str], list[tuple[float, float]]] = {}
     for record in records:
         label = record["implementation"]
@@ -61,7 +65,8 @@ def plot(file: Path) -> Path | None:
                 continue
             label, value = f"{record['ours']} over {label}", record["times_ours"]
         elif "speedup_over_dense" in record:
-            label, value = f"{label} {record['direction']}", record["speedup_over_dense"]
+            label = label if what == "attention" else f"{label} {record['direction']}"
+            value = record["speedup_over_dense"]
         else:
             continue
         lines.setdefault((record["tokens"], label), []).append((record["sparse_share"], value))

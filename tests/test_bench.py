@@ -1,0 +1,296 @@
+"""The kernel benchmarks: rivals compute what ours compute, errors and ratios are right, the program says all it should."""
+
+import json
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from elastic_jax.config import RouterConfig, SparsityConfig
+from elastic_jax.models.config import preset
+from elastic_jax.plan import effective_sparsity
+from experiments.bench import attention, report, rivals, router, timing, xattn
+from experiments.bench.implementations import NAMES, OURS, TORCH, attempt, jax_backward, jax_forward
+from experiments.bench.problem import Problem, dense_flops, visited_share
+from pallas_kernels.shapes import SHAPES, Shape
+
+SPARSITY = SparsityConfig(block_size=16, sink_tokens=16, local_tokens=32, xattn_stride=4)
+PROBLEM = Problem(shape_name="tiny", shape=Shape(6, 3, 16), tokens=128, streaming=2, dtype="float32", sparsity=SPARSITY)
+uncompiled_flex = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+def seen_blocks(problem):
+    """bool[N, Q, J] by the words of the house plan."""
+    blocks, group = problem.tokens // 16, problem.shape.heads // problem.shape.kv_heads
+    seen = np.zeros((problem.shape.heads, blocks, blocks), bool)
+    for head, row, key in np.ndindex(seen.shape):
+        near = key < 1 or key > row - 2  # one sink block, two local ones
+        seen[head, row, key] = key <= row and (near or head // group not in problem.streaming_heads)
+    return seen
+
+
+def test_shapes_are_those_of_the_models():
+    assert SHAPES["qwen3_4b"] == Shape(32, 8, 128)
+    for name, shape in SHAPES.items():
+        assert (preset(name).num_heads, preset(name).num_kv_heads, preset(name).head_dim) == (shape.heads, shape.kv_heads, shape.head_dim)
+
+
+def test_block_mask_of_flex_attention_is_the_plan():
+    expected = seen_blocks(PROBLEM)
+    assert len(PROBLEM.streaming_heads) == 2
+    mask = rivals.block_mask(np.repeat(PROBLEM.visible, 2, axis=0), 16, "cpu")
+    assert mask.shape == (1, 6, 128, 128)
+    np.testing.assert_array_equal(mask.to_dense()[0].bool().numpy(), expected)
+
+    def dense(counts, indices):
+        found = np.zeros(expected.shape, bool)
+        for head, row in np.ndindex(expected.shape[:2]):
+            listed = indices[0, head, row, : counts[0, head, row]].numpy()
+            assert list(listed) == sorted(listed)
+            found[head, row, listed] = True
+        return found
+
+    whole = dense(mask.full_kv_num_blocks, mask.full_kv_indices)
+    partial = dense(mask.kv_num_blocks, mask.kv_indices)
+    np.testing.assert_array_equal(partial, np.broadcast_to(np.eye(8, dtype=bool), partial.shape))  # the causal mask is applied here only
+    np.testing.assert_array_equal(whole, expected & ~partial)
+    np.testing.assert_array_equal(dense(mask.full_q_num_blocks, mask.full_q_indices), whole.swapaxes(1, 2))
+    np.testing.assert_array_equal(dense(mask.q_num_blocks, mask.q_indices), partial)
+
+
+@uncompiled_flex
+@pytest.mark.parametrize("streaming", [0, 2, 3])
+def test_rivals_compute_what_ours_computes(streaming):
+    problem = Problem(shape_name="tiny", shape=PROBLEM.shape, tokens=128, streaming=streaming, dtype="float32", sparsity=SPARSITY)
+    side = rivals.TorchSide(problem, {})
+    (ours,) = jax_forward("xla", problem).to_jax(jax_forward("xla", problem).call())
+    for name in ("flex_torch", "serial_flash"):
+        prepared = side.forward(name)
+        (out,) = prepared.to_jax(prepared.call())
+        np.testing.assert_allclose(out, ours, atol=2e-6)
+        assert problem.forward_error(out) < 1e-6
+    prepared = side.forward("flash_torch")
+    error = problem.forward_error(*prepared.to_jax(prepared.call()))
+    assert error < 1e-6 if streaming == 0 else error > 0.1  # dense attention is told apart from the plan's
+
+
+def test_gradients_are_held_against_the_reference():
+    for name, direction in (("reference", "backward"), ("xla", "backward"), ("xla", "forward_backward")):
+        gradients = jax_backward(name, PROBLEM, direction).call()
+        assert PROBLEM.gradient_error(tuple(gradients)) < 2e-6
+        dq, dk, dv = gradients
+        assert PROBLEM.gradient_error((dq, 1.02 * dk, dv)) == pytest.approx(0.02, rel=1e-3)
+    dense = Problem(shape_name="tiny", shape=PROBLEM.shape, tokens=128, streaming=0, dtype="float32", sparsity=SPARSITY)
+    prepared = rivals.TorchSide(dense, {}).backward("flash_torch")
+    for _ in range(2):  # the graph is kept
+        assert dense.gradient_error(prepared.to_jax(prepared.call())) < 2e-6
+
+
+def test_gradients_of_expanded_heads_are_folded(monkeypatch):
+    dense = Problem(shape_name="tiny", shape=PROBLEM.shape, tokens=128, streaming=0, dtype="float32", sparsity=SPARSITY)
+    monkeypatch.setattr(rivals.TorchSide, "_takes_groups", lambda *_, **__: False)
+    side = rivals.TorchSide(dense, {})
+    prepared = side.backward("flash_torch")
+    assert prepared.notes["heads_expanded"]
+    assert dense.gradient_error(prepared.to_jax(prepared.call())) < 2e-6
+    for name in ("flash_torch", "serial_flash"):
+        prepared = side.forward(name)
+        assert dense.forward_error(*prepared.to_jax(prepared.call())) < 1e-6
+
+
+def test_pullback_leaves_one_jitted_function_and_enters_another(monkeypatch):
+    """What times cuDNN's backward pass alone, with JAX's own attention in cuDNN's place."""
+    # A length of its own: the trace that holds the replacement serves no other test.
+    dense = Problem(shape_name="tiny", shape=PROBLEM.shape, tokens=48, streaming=0, dtype="float32", sparsity=SPARSITY)
+    attend = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *args, implementation, **options: attend(*args, **options))
+    call = jax_backward("cudnn_jax", dense, "backward").call
+    assert dense.gradient_error(tuple(call())) < 2e-6
+
+
+def test_forward_error_is_relative():
+    (out,) = jax_forward("reference", PROBLEM).to_jax(jax_forward("reference", PROBLEM).call())
+    assert PROBLEM.forward_error(out) < 1e-6
+    assert PROBLEM.forward_error(0.97 * out) == pytest.approx(0.03, rel=1e-3)
+
+
+def test_work_and_visited_share():
+    assert dense_flops(Shape(32, 8, 128), 16_384) == 2 * 16_384**2 * 32 * 128
+    assert PROBLEM.dense_flops("backward") == 2.5 * PROBLEM.dense_flops("forward")
+    assert visited_share(PROBLEM.visible, 16) == pytest.approx(1 - effective_sparsity(PROBLEM.plan, 8).item(), rel=1e-5)
+    with pytest.raises(ValueError, match="multiples of block_size=16"):
+        Problem(shape_name="tiny", shape=PROBLEM.shape, tokens=100, streaming=0, dtype="float32", sparsity=SPARSITY)
+
+
+def test_ratios_are_of_medians_within_a_direction():
+    row = lambda name, ms, direction="forward": {"implementation": name, "direction": direction, "median_ms": ms}
+    mosaic, triton, cudnn, flash, other, failed = attention.compare(
+        [
+            row("mosaic", 2.0),
+            row("triton", 1.0),
+            row("cudnn_jax", 3.0),
+            row("flash_torch", 6.0),
+            row("triton", 5.0, "backward"),
+            {"implementation": "flex_torch", "direction": "forward", "reason": "none"},
+        ]
+    )
+    assert (mosaic["ours"], mosaic["times_ours"], mosaic["speedup_over_dense"]) == ("mosaic", 1.0, 1.5)  # preferred, though not fastest
+    assert (triton["times_ours"], triton["speedup_over_dense"]) == (0.5, 3.0)
+    assert (cudnn["times_ours"], cudnn["speedup_over_dense"]) == (1.5, 1.0)
+    assert (flash["times_ours"], flash["speedup_over_dense"]) == (3.0, 0.5)
+    assert (other["ours"], other["times_ours"]) == ("triton", 1.0)
+    assert "speedup_over_dense" not in other
+    assert failed.keys() == {"implementation", "direction", "reason"}
+
+
+def test_samples_are_taken_in_turns_and_are_long_enough():
+    log = []
+
+    class Fake:
+        def __init__(self, name, seconds):
+            self.name, self.one = name, seconds
+
+        def seconds(self, repeats):
+            log.append((self.name, repeats))
+            return self.one * repeats
+
+    times = timing.interleaved({"fast": Fake("fast", 0.001), "slow": Fake("slow", 1.0)}, 3)
+    assert log[4:] == [("fast", 20), ("slow", 1)] * 3
+    assert times["fast"] == pytest.approx([0.001] * 3)
+    assert timing.milliseconds([0.003, 0.001, 0.002]) == {"median_ms": 2.0, "min_ms": 1.0}
+
+
+def test_failures_become_reasons(monkeypatch):
+    assert "cuDNN" in attempt(lambda: jax_forward("cudnn_jax", PROBLEM), None)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    records = list(
+        attention.run(
+            "attention",
+            shape="smollm2_135m",
+            tokens=[64],
+            sparse_shares=[0.3],
+            implementations=["xla", *TORCH],
+            dtype="float32",
+            sparsity=SPARSITY,
+            samples=1,
+            flex_options=None,
+        )
+    )
+    assert [r["implementation"] for r in records] == ["xla", *TORCH]
+    assert records[0]["streaming_heads"] == [2]
+    assert all("torch" in r["reason"] for r in records[1:])
+
+
+def test_router_times_every_length(monkeypatch):
+    monkeypatch.setattr(router, "_KV_HEADS", (2,))
+    records = list(router.run(shape="smollm2_135m", tokens=[512, 600], config=RouterConfig(), dtype="float32", samples=1))
+    assert [(r["tokens"], r["implementation"]) for r in records] == [(t, i) for t in (512, 600) for i in ("chain", "call")]
+    assert all(r["median_ms"] > 0 for r in records)
+
+
+def test_xattention_layer_and_absent_demo(monkeypatch, tmp_path):
+    monkeypatch.setenv("ELASTIC_ASSETS", str(tmp_path))
+    options = dict(shape="smollm2_135m", tokens=[128], dtype="float32", sparsity=SPARSITY, samples=1)
+    *rows, demo = xattn.run(inputs=["random", "demo"], implementations=["xla", "cudnn_jax"], **options)
+    assert [(r["implementation"], r["part"]) for r in rows] == [
+        ("estimate", "estimate"),
+        ("xla", "attention"),
+        ("xla", "layer"),
+        ("cudnn_jax", "dense"),
+    ]
+    assert 0.5 < rows[1]["kept_share"] < 1
+    assert rows[1]["ideal_speedup"] == pytest.approx(1 / rows[1]["kept_share"], rel=1e-3)
+    assert "cuDNN" in rows[3]["reason"]
+    assert "fetch_assets" in demo["reason"]
+
+
+@pytest.mark.assets
+def test_xattention_on_the_demo_model():
+    q, k = xattn._demo_queries_and_keys(200, "float32")
+    assert (q.shape, k.shape) == ((1, 200, 9, 64), (1, 200, 3, 64))
+    assert bool(jnp.isfinite(q).all() & jnp.isfinite(k).all())
+
+
+def test_program_prints_flushes_and_draws(tmp_path):
+    arguments = ["--shape=smollm2_135m", "--block_size=16", "--sink_tokens=16", "--local_tokens=32", "--samples=1", f"--out={tmp_path}"]
+    arguments += ["--tokens=64,128", "--sparse_shares=0,1", "--implementations=xla,mosaic,flash_torch"]
+    command = [sys.executable, "-m", "experiments.benchmark", *arguments]
+    result = subprocess.run([*command, "--what=attention"], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "attention.jsonl").read_text() == result.stdout
+    records = [json.loads(line) for line in result.stdout.splitlines()]
+    expected = [(t, s, i) for t in (64, 128) for s in (0.0, 1.0) for i in ("xla", "mosaic", "flash_torch")]
+    assert [(r["tokens"], r["sparse_share"], r["implementation"]) for r in records] == expected
+    for record in records:
+        assert {
+            "what",
+            "shape",
+            "heads",
+            "kv_heads",
+            "head_dim",
+            "dtype",
+            "visited_share",
+            "jax",
+            "torch",
+            "triton",
+            "cudnn",
+            "device",
+        } <= set(record)
+        if record["implementation"] == "mosaic":  # a GPU's
+            assert record["reason"]
+            continue
+        assert 0 < record["min_ms"] <= record["median_ms"]
+        work = 2 * record["tokens"] ** 2 * 9 * 64
+        assert record["tflops"] == pytest.approx(work / record["median_ms"] / 1e9, abs=0.006)
+        if record["dense"] and record["sparse_share"]:
+            assert "relative_error" not in record  # it did not compute the plan
+        else:
+            assert record["relative_error"] < 1e-6
+    assert (tmp_path / "attention.png").stat().st_size > 10_000
+
+
+def test_lines_of_the_same_case_replace_each_other_and_reasons_draw_nothing(tmp_path):
+    file = tmp_path / "dispatch.jsonl"
+    line = dict(shape="s", dtype="d", block_size=1, sink_blocks=1, local_blocks=1, device="x", direction="forward", dense=False, tokens=8)
+    line |= {"sparse_share": 0.5, "ours": "mosaic"}
+    row = lambda name, ms, ratio: json.dumps(line | {"implementation": name, "median_ms": ms, "times_ours": ratio}) + "\n"
+    failed = json.dumps(line | {"implementation": "serial_cudnn", "reason": "none"}) + "\n"
+    file.write_text(row("mosaic", 1.0, 1.0) + failed)
+    assert report.plot(file) is None
+    file.write_text(file.read_text() + row("serial_flash", 3.0, 3.0) + row("serial_flash", 2.0, 2.0))
+    assert [(r["implementation"], r["median_ms"]) for r in report.read(file)] == [("mosaic", 1.0), ("serial_flash", 2.0)]
+    assert report.plot(file) == tmp_path / "dispatch.png"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"implementations": ["fast"]}, f"--implementations: fast unknown; accepted are {', '.join(NAMES)}"),
+        ({"sparse_shares": [0.5, 2.0]}, "--sparse_shares=0.5,2.0: accepted are values in [0, 1]"),
+        ({"tokens": [64, 100]}, "--tokens=100: accepted are multiples of block_size=16"),
+    ],
+)
+def test_bad_values_are_named_before_anything_runs(changes, message):
+    options = dict(shape="smollm2_135m", tokens=[64], sparse_shares=[0.0], implementations=["xla"], dtype="float32", samples=1)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        next(attention.run("attention", **(options | changes), sparsity=SPARSITY, flex_options=None))
+
+
+def test_bad_flags_are_one_line():
+    command = [sys.executable, "-m", "experiments.benchmark", "--what=attention", "--flex_options=[1]"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 1
+    assert "--flex_options=[1]: accepted is a JSON object" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_names_are_complete():
+    assert set(OURS) | set(TORCH) | {"cudnn_jax"} == set(NAMES)
+    for implementations, tokens, shares in attention.DEFAULTS.values():
+        assert set(implementations) <= set(NAMES)
+        assert all(length % 128 == 0 for length in tokens)
+        assert all(0 <= share <= 1 for share in shares)
