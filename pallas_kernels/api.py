@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from elastic_jax.plan import BlockMask, HeadPlan
-from pallas_kernels import reference, xla
+from pallas_kernels import reference, triton, xla
 
 Implementation = Literal["reference", "xla", "triton", "mosaic"]
 
@@ -52,7 +52,7 @@ class _Kernel(Protocol):
         ...
 
 
-_KERNELS = {"reference": cast(_Kernel, reference), "xla": cast(_Kernel, xla)}
+_KERNELS = {"reference": cast(_Kernel, reference), "xla": cast(_Kernel, xla), "triton": cast(_Kernel, triton)}
 
 
 def mixed_head_attention(
@@ -86,7 +86,7 @@ def mixed_head_attention(
 
     Raises:
       ValueError: an argument does not fit the others; the text names it, its value and what is accepted.
-      NotImplementedError: the implementation asked for does not exist yet.
+      NotImplementedError: the implementation asked for does not exist yet, or not for this device.
     """
     _check(q, k, v, plan, lengths, first_block, scale)
     return _attend(_static(q, scale, implementation), q, k, v, plan, lengths, first_block)

@@ -1,0 +1,161 @@
+"""The backward kernels: dQ by tiles of queries, dK and dV by tiles of keys. Every sum stays inside one program, so there are no atomics
+and two runs give the same bits.
+
+Both compute the probabilities again from q, k and the log-sum-exp, p = exp2(scale log2(e) q k - lse2), and need per query row:
+    lse2   the log-sum-exp in base 2, +inf where a row sees nothing, which makes its p zero
+    delta  sum(out * d_out), the same as sum(p * dp)
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.triton._compat import CompilerParams
+from pallas_kernels.triton.configs import TritonConfig
+from pallas_kernels.triton.forward import LOG2_E, QueryProgram, dot, heavy_first
+from pallas_kernels.triton.walk import Row
+from pallas_kernels.visits import Visits
+
+
+def row_statistics(out: jax.Array, lse: jax.Array, d_out: jax.Array, lengths: jax.Array, num_keys: int) -> tuple[jax.Array, jax.Array]:
+    """(lse2, delta), f32[B, N, T]: tokens are last, since dK/dV reads runs of them in every step."""
+    queries = lse.shape[1]
+    inside = (jnp.arange(num_keys - queries, num_keys) < lengths[:, None])[:, :, None]
+    lse2 = jnp.where(inside & ~jnp.isneginf(lse), lse * LOG2_E, jnp.inf)
+    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
+    return lse2.swapaxes(1, 2), delta.swapaxes(1, 2)
+
+
+def query_gradient(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    d_out: jax.Array,
+    lse2: jax.Array,
+    delta: jax.Array,
+    visits: Visits,
+    *,
+    scale: float,
+    block_size: int,
+    config: TritonConfig,
+    interpret: bool,
+) -> jax.Array:
+    """dq [B, T, N, H]. `visits` are `query_visits`, their words as i32."""
+    batch, queries, heads, _ = q.shape
+    kv_heads = k.shape[2]
+    kernel = functools.partial(_dq_kernel, scale=scale, block_size=block_size, query_tile=config.query_tile, key_tile=config.key_tile)
+    tables = [heavy_first(visits, batch, kv_heads), visits.runs, *([] if visits.words is None else [visits.words])]
+    return pl.pallas_call(
+        kernel,
+        grid=(queries // config.query_tile * (heads // kv_heads), batch * kv_heads),
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        compiler_params=CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        interpret=interpret,
+        name="mixed_head_attention_dq",
+    )(q, k, v, d_out, lse2, delta, *tables)
+
+
+def _dq_kernel(q, k, v, d_out, lse2, delta, order, runs, *rest, scale: float, block_size: int, query_tile: int, key_tile: int):
+    *words, dq = rest
+    program = QueryProgram(q, k, order, runs, block_size, query_tile)
+    row = Row.of(runs, words[0] if words else None, program.row, block_size // key_tile)
+    factor = scale * LOG2_E
+    query, d_output = q[program.queries], d_out[program.queries]
+    per_row = (program.entry, program.head, pl.ds(program.first_query, query_tile))
+    row_lse, row_delta = lse2[per_row][:, None], delta[per_row][:, None]
+
+    def step(block: Any, part: Any, acc: Any, masked: bool) -> Any:
+        at = program.keys(block * block_size + part * key_tile, key_tile)
+        key = k[at]
+        scores = dot(query, key, (1, 1)) * factor - row_lse
+        if masked:
+            scores = program.mask(scores, block * block_size + part * key_tile)
+        dp = dot(d_output, v[at], (1, 1))
+        ds = jnp.exp2(scores) * (dp - row_delta)
+        return acc + dot(ds.astype(k.dtype), key, (1, 0))
+
+    acc = program.walk(row, step, jnp.zeros(query.shape, jnp.float32), key_tile)
+    dq[program.queries] = (acc * scale).astype(dq.dtype)
+
+
+def key_gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    d_out: jax.Array,
+    lse2: jax.Array,
+    delta: jax.Array,
+    visits: Visits,
+    *,
+    scale: float,
+    block_size: int,
+    config: TritonConfig,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """(dk, dv), both [B, S, K, H]. `visits` are `key_visits`, their words as i32."""
+    batch, keys, kv_heads, _ = k.shape
+    kernel = functools.partial(_dkv_kernel, scale=scale, block_size=block_size, query_tile=config.query_tile, key_tile=config.key_tile)
+    tables = [heavy_first(visits, batch, kv_heads), visits.runs, *([] if visits.words is None else [visits.words])]
+    return pl.pallas_call(
+        kernel,
+        # The first keys are seen by the most queries, those of a streaming head's sink by as many as a full head's: they start first,
+        # of all heads, or one such program would outlast all others.
+        grid=(batch * kv_heads, keys // config.key_tile),
+        out_shape=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
+        compiler_params=CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
+        interpret=interpret,
+        name="mixed_head_attention_dkv",
+    )(q, k, v, d_out, lse2, delta, *tables)
+
+
+def _dkv_kernel(q, k, v, d_out, lse2, delta, order, runs, *rest, scale: float, block_size: int, query_tile: int, key_tile: int):
+    *words, dk, dv = rest
+    heads, kv_heads = q.shape[2], k.shape[2]
+    group = heads // kv_heads
+    head_of_entry = order[pl.program_id(0)]
+    entry, kv_head = jax.lax.div(head_of_entry, jnp.int32(kv_heads)), jax.lax.rem(head_of_entry, jnp.int32(kv_heads))
+    first_key = pl.program_id(1) * key_tile
+    key_block = jax.lax.div(first_key, jnp.int32(block_size))
+    offset = k.shape[1] - q.shape[1]  # tokens before the first query
+    diagonal = key_block - offset // block_size
+    keys = (entry, pl.ds(first_key, key_tile), kv_head, slice(None))
+    key, value = k[keys], v[keys]
+    factor = scale * LOG2_E
+
+    def add_head(g: Any, carry: Any) -> Any:
+        head = kv_head * group + g
+        row = Row.of(runs, words[0] if words else None, (entry, kv_head if runs.shape[1] == kv_heads else head, key_block), parts)
+
+        def step(block: Any, part: Any, carry: Any, masked: bool) -> Any:
+            dk, dv = carry
+            first_query = block * block_size + part * query_tile
+            queries = (entry, pl.ds(first_query, query_tile), head, slice(None))
+            per_row = (entry, head, pl.ds(first_query, query_tile))
+            query, d_output = q[queries], d_out[queries]
+            scores = dot(key, query, (1, 1)) * factor - lse2[per_row][None, :]
+            if masked:
+                position = first_query + offset + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+                scores = jnp.where(first_key + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 0) <= position, scores, -jnp.inf)
+            p = jnp.exp2(scores)
+            dv = dv + dot(p.astype(d_out.dtype), d_output, (1, 0))
+            ds = p * (dot(value, d_output, (1, 1)) - delta[per_row][None, :])
+            return dk + dot(ds.astype(q.dtype), query, (1, 0)), dv
+
+        # Blocks ascend, so only a row's first can be the diagonal; of that one, only the tiles that end at or after the first key.
+        cursor = row.begin()
+        block = row.block(0, cursor)
+        begin = jnp.where(block == diagonal, jax.lax.div(first_key & (block_size - 1), jnp.int32(query_tile)), 0)
+        end = jnp.minimum(row.count, 1) * parts
+        carry = jax.lax.fori_loop(begin, end, lambda part, carry: step(block, part, carry, masked=True), carry)
+        return row.loop(1, row.count, functools.partial(step, masked=False), carry, row.advance(cursor))[0]
+
+    parts = block_size // query_tile
+    zeros = jnp.zeros(key.shape, jnp.float32)
+    dk_sum, dv_sum = jax.lax.fori_loop(0, group, add_head, (zeros, zeros))
+    dk[keys] = (dk_sum * scale).astype(dk.dtype)
+    dv[keys] = dv_sum.astype(dv.dtype)

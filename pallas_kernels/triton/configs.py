@@ -1,0 +1,59 @@
+"""Tile sizes of the Triton kernels by head dim, dtype, block size and the GPU's compute capability."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+Kernel = Literal["forward", "dq", "dkv"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TritonConfig:
+    """query_tile, key_tile: tokens, powers of two that divide a plan's block. num_warps, num_stages: as Triton means them."""
+
+    query_tile: int
+    key_tile: int
+    num_warps: int
+    num_stages: int
+
+
+# What every GPU from Ampere on can run: at most 99 KiB of shared memory, the limit of compute capabilities 8.6, 8.9 and 12.0 (8.0 has
+# 163), and no register spills inside loops on 8.0. Chosen by these two, not by speed: no Ampere GPU was at hand.
+_ANY = {
+    64: {"forward": TritonConfig(128, 64, 4, 3), "dq": TritonConfig(64, 64, 4, 3), "dkv": TritonConfig(64, 128, 8, 2)},
+    128: {"forward": TritonConfig(128, 64, 8, 3), "dq": TritonConfig(64, 64, 4, 2), "dkv": TritonConfig(64, 64, 8, 2)},
+}
+# Hopper has 227 KiB.
+_SM90 = {
+    64: {"forward": TritonConfig(128, 128, 8, 2), "dq": TritonConfig(128, 64, 8, 2), "dkv": TritonConfig(64, 128, 8, 2)},
+    128: {"forward": TritonConfig(128, 128, 8, 2), "dq": TritonConfig(128, 64, 8, 2), "dkv": TritonConfig(64, 128, 8, 2)},
+}
+_BLOCK_64 = {"forward": TritonConfig(64, 64, 4, 3), "dq": TritonConfig(64, 64, 4, 2), "dkv": TritonConfig(64, 64, 8, 2)}
+
+
+def choose(kernel: Kernel, *, head_dim: int, dtype: Any, block_size: int, num_keys: int, capability: str | None) -> TritonConfig:
+    """The configuration of one kernel. head_dim: 64 or 128. capability: such as "9.0", None where it is unknown."""
+    if dtype == jnp.float32:
+        # Exact float32 products do not run on tensor cores, and operands are twice as large. The accumulators of dk and dv spill with
+        # four warps at H=128.
+        tile = min(32, block_size)
+        return TritonConfig(tile, tile, 8, 1) if kernel == "dkv" and tile == 32 else TritonConfig(tile, tile, 4, 2)
+    if block_size < 64:
+        return TritonConfig(block_size, block_size, 4, 2)
+    if block_size == 64:
+        return _BLOCK_64[kernel]
+    if capability != "9.0":
+        return _ANY[head_dim][kernel]
+    if kernel == "forward" and num_keys > 32768:
+        # One H200, H=128: 1.03 times as fast as the tiles of shorter sequences at 64K, slower at 16K.
+        return TritonConfig(128, 64, 8, 3)
+    return _SM90[head_dim][kernel]
+
+
+def compute_capability() -> str | None:
+    """Of the first device, such as "9.0"; None where it has none, as a CPU that lowers for a GPU."""
+    return getattr(jax.devices()[0], "compute_capability", None)

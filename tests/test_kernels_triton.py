@@ -1,0 +1,175 @@
+"""The Pallas-Triton kernels: interpreted on any device, and as they are on a GPU (tests marked gpu)."""
+
+import dataclasses
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from elastic_jax.config import HeadMode
+from elastic_jax.plan import BlockMask
+from pallas_kernels import api, reference, triton
+from pallas_kernels.api import mixed_head_attention
+from pallas_kernels.triton import configs
+from tests.kernel_cases import CASES, Case, Inputs, attend, inputs, run
+from tests.tolerances import assert_close
+
+# What the shared cases leave out: blocks that are several tiles, tiles of unequal sizes, a bitmap whose words are used up on the way.
+MORE_CASES = [
+    Case(name="tiles", queries=512, keys=768, heads=4, kv_heads=2, head_dim=64, block=128, ragged=True, dtype=jnp.bfloat16),
+    Case(name="many_words", queries=320, keys=1400, heads=2, kv_heads=1, bitmap="kv"),
+]
+GPU_CASES = [
+    Case(name="bf16_128", queries=1024, keys=1024, heads=8, kv_heads=2, batch=2, head_dim=128, block=128, ragged=True, dtype=jnp.bfloat16),
+    Case(name="bf16_suffix", queries=700, keys=2100, heads=4, kv_heads=2, head_dim=128, block=128, bitmap="kv", dtype=jnp.bfloat16),
+    Case(name="f16_packed", queries=1152, keys=1152, heads=4, kv_heads=4, block=64, head_dim=64, documents=(3, 9, 1), dtype=jnp.float16),
+    Case(name="f32_128", queries=512, keys=512, heads=2, kv_heads=1, head_dim=128, block=128, bitmap="none"),
+]
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+# Functions of their own, since a trace holds whether the kernels are interpreted.
+_interpreted = jax.jit(functools.partial(attend.__wrapped__, implementation="triton"))
+_compiled = jax.jit(functools.partial(attend.__wrapped__, implementation="triton"))
+
+
+@pytest.fixture
+def interpret(monkeypatch):
+    """Runs a case with interpreted kernels. They write into buffers full of NaN, so what they leave out shows."""
+    kernels = {f.__name__: functools.partial(f, interpret=True) for f in (triton.forward, triton.backward)}
+    monkeypatch.setitem(api._KERNELS, "triton", types.SimpleNamespace(**kernels))
+    return lambda x: _interpreted(x.q, x.k, x.v, x.d_out, x.plan, x.lengths, x.first_block)
+
+
+def assert_same_bits(a, b):
+    np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+def assert_agrees(actual, x, case):
+    for name, a, e in zip(NAMES, actual, run(x, "reference")):
+        assert a.shape == e.shape
+        assert a.dtype == e.dtype
+        assert_close(a, e, case.dtype, "gradient" if name[0] == "d" else "forward", name)
+
+
+@pytest.mark.parametrize("case", CASES + MORE_CASES, ids=lambda c: c.name)
+def test_agrees_with_the_reference(case, interpret):
+    x = inputs(case)
+    assert_agrees(interpret(x), x, case)
+
+
+@pytest.mark.parametrize(("query_tile", "key_tile"), [(64, 16), (16, 64)])
+def test_any_tiles_of_a_block(query_tile, key_tile, interpret, monkeypatch):
+    monkeypatch.setattr(configs, "choose", lambda *_, **__: configs.TritonConfig(query_tile, key_tile, 4, 2))
+    _interpreted.clear_cache()
+    case = Case(name="tiles", queries=192, keys=256, heads=4, kv_heads=2, block=64, bitmap="query")
+    x = inputs(case)
+    assert_agrees(interpret(x), x, case)
+    _interpreted.clear_cache()
+
+
+def four_plans():
+    """Four entries whose documents, modes, lengths and bitmaps differ."""
+    x = inputs(Case(name="entries", queries=160, keys=192, heads=4, kv_heads=2, batch=4, ragged=True))
+    rng = np.random.default_rng(1)
+    begins = np.asarray([[0, 12], [0, 3], [0, 7], [0, 11]])
+    document = (np.arange(12) >= begins[:, 1:]).astype(int)
+    mode = np.stack([rng.integers(0, 3, (2, 2))[d] for d in document])
+    first_block = jnp.asarray(np.take_along_axis(begins, document, axis=1), jnp.int32)
+    return dataclasses.replace(x, plan=dataclasses.replace(x.plan, mode=jnp.asarray(mode, jnp.int8)), first_block=first_block)
+
+
+def take_entries(x, index):
+    return Inputs(*(jax.tree.map(lambda a: a[index], getattr(x, f.name)) for f in dataclasses.fields(x)))
+
+
+def test_entries_and_runs_change_no_bit(interpret):
+    x = four_plans()
+    together = interpret(x)
+    assert_agrees(together, x, Case(name="entries", queries=160, keys=192))
+    for actual, expected in zip(interpret(x), together):
+        assert_same_bits(actual, expected)
+    for b in range(4):
+        # Beside itself rather than alone: interpreted kernels are compiled anew, with other roundings, for another batch size.
+        for actual, expected in zip(interpret(take_entries(x, jnp.full(4, b))), together):
+            for entry in np.asarray(actual, np.float32):
+                assert_same_bits(entry, expected[b])
+
+
+def test_padding_may_hold_nan(interpret):
+    x = inputs(Case(name="nan", queries=70, keys=90, heads=4, kv_heads=2, batch=2, ragged=True))
+    beyond = [jnp.arange(90 - y.shape[1], 90) >= x.lengths[:, None] for y in (x.q, x.k, x.v, x.d_out)]
+    poisoned = [jnp.where(b[..., None, None], jnp.nan, y) for b, y in zip(beyond, (x.q, x.k, x.v, x.d_out))]
+    results = interpret(Inputs(*poisoned, x.plan, x.lengths, None))
+    for actual, expected in zip(results, interpret(x)):
+        assert_same_bits(actual, expected)
+    assert not np.asarray(results[0])[beyond[0]].any()
+    assert np.isneginf(np.asarray(results[1])[beyond[0]]).all()
+
+
+def test_rows_that_see_nothing(interpret):
+    x = inputs(Case(name="empty", queries=64, keys=64, heads=2, kv_heads=1))
+    blocks = BlockMask(bitmap=jnp.zeros_like(x.plan.blocks.bitmap).at[:, 0, 2, 0].set(0b010))  # head 0, block 2 sees block 1
+    x = dataclasses.replace(x, plan=dataclasses.replace(x.plan, mode=jnp.full((1, 1), HeadMode.BLOCK_SPARSE, jnp.int8), blocks=blocks))
+    out, lse, dq, dk, dv = interpret(x)
+    seeing = np.zeros((1, 64, 2), bool)
+    seeing[:, 32:48, 0] = True
+    np.testing.assert_array_equal(np.isfinite(lse), seeing)
+    for rows in (out, dq):
+        assert not np.asarray(rows)[~seeing].any()
+    for rows in (dk, dv):
+        assert np.asarray(rows)[:, 16:32].all()
+        assert not np.asarray(rows)[:, :16].any()
+        assert not np.asarray(rows)[:, 32:].any()
+
+
+def test_backward_sets_rows_beyond_the_lengths_aside(interpret):
+    """A kernel may assume no more than that they are finite."""
+    x = inputs(Case(name="beyond", queries=64, keys=64, heads=2, kv_heads=1, bitmap="none", ragged=True))
+    plan = dataclasses.replace(x.plan, mode=jnp.zeros((1, 4, 1), jnp.int8))
+    first = jnp.zeros((1, 4), jnp.int32)
+    out, lse = triton.forward(x.q, x.k, x.v, plan, x.lengths, first, scale=0.25, interpret=True)
+    expected = reference.backward(x.q, x.k, x.v, out, lse, x.d_out, plan, x.lengths, first, scale=0.25)
+    actual = triton.backward(x.q, x.k, x.v, out, lse, x.d_out, plan, x.lengths, first, scale=0.25, interpret=True)
+    for name, a, e in zip(NAMES[2:], actual, expected):
+        assert_close(a, e, "float32", "gradient", name)
+
+
+def test_other_devices_are_refused():
+    x = inputs(CASES[0])
+    if jax.default_backend() == "gpu":
+        pytest.skip("this is a GPU")
+    with pytest.raises(NotImplementedError, match="'triton' needs a CUDA GPU; on cpu accepted are None, reference, xla"):
+        mixed_head_attention(x.q, x.k, x.v, x.plan, implementation="triton")
+
+
+def test_wide_heads_are_refused(interpret):
+    with pytest.raises(ValueError, match="q has head dim 136: implementation='triton' accepts up to 128"):
+        interpret(inputs(Case(name="wide", queries=16, keys=16, head_dim=136)))
+
+
+def on_gpu(x):
+    # Freed memory full of NaN is what the outputs are then likely to be made of.
+    jnp.full((256, 2**20), jnp.nan).block_until_ready().delete()
+    return _compiled(x.q, x.k, x.v, x.d_out, x.plan, x.lengths, x.first_block)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES + MORE_CASES + GPU_CASES, ids=lambda c: c.name)
+def test_gpu_agrees_with_the_reference(case):
+    x = inputs(case)
+    actual = on_gpu(x)
+    assert_agrees(actual, x, case)
+    for again, first in zip(on_gpu(x), actual):
+        assert_same_bits(again, first)
+
+
+@pytest.mark.gpu
+def test_gpu_entries_are_independent():
+    x = four_plans()
+    together = on_gpu(x)
+    for b in range(4):
+        for actual, expected in zip(on_gpu(take_entries(x, slice(b, b + 1))), together):
+            assert_same_bits(actual, expected[b : b + 1])
