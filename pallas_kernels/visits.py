@@ -32,7 +32,7 @@ class Visits:
     set bits are left out, so that one look at the next word always finds a block.
 
     Attributes:
-      runs: i32[B, h, R, 4], (start, length, second, count).
+      runs: i32[B, h, R, 5], (start, length, second, count, diagonal); diagonal is 1 where the row's own block is among them.
       words: u32[B, h, R, ceil(blocks / 32) * 2], a row's words in ascending order, then zeros. None: no row has length -1.
     """
 
@@ -54,7 +54,7 @@ def query_visits(plan: HeadPlan, lengths: jax.Array, first_block: jax.Array, num
     bitmap = None
     if plan.blocks is not None:
         bitmap = plan.blocks.bitmap[:, :, row] & _between(first, jnp.where(inside, row, -1), blocks)
-    return _visits(mode, first, length, second, count, bitmap)
+    return _visits(mode, row, first, length, second, count, bitmap)
 
 
 def key_visits(plan: HeadPlan, lengths: jax.Array, first_block: jax.Array, num_query_blocks: int) -> Visits:
@@ -71,22 +71,26 @@ def key_visits(plan: HeadPlan, lengths: jax.Array, first_block: jax.Array, num_q
     bitmap = None
     if plan.blocks is not None:
         bitmap = _transpose(plan.blocks.bitmap[:, :, offset:])[:, :, :blocks] & _between(start, end, num_query_blocks)
-    return _visits(mode, start, 0, start, last - start + 1, bitmap)
+    return _visits(mode, key - offset, start, 0, start, last - start + 1, bitmap)
 
 
-def _visits(mode: jax.Array, start: Any, length: Any, second: Any, count: Any, bitmap: jax.Array | None) -> Visits:
-    """Of interval rows as given, and of `bitmap` where the mode is BLOCK_SPARSE. All broadcast to mode i8[B, K, R]."""
-    sparse = mode == HeadMode.BLOCK_SPARSE
-    fields = [jnp.where(sparse, 0 if bitmap is None else -1, length), start, second, jnp.where(sparse, 0, jnp.maximum(count, 0))]
+def _visits(
+    mode: jax.Array, own: jax.Array, start: jax.Array, length: Any, second: jax.Array, count: jax.Array, bitmap: jax.Array | None
+) -> Visits:
+    """Of runs as given, and of `bitmap` where the mode is BLOCK_SPARSE. All broadcast to mode i8[B, K, R]; own: i32[R]."""
+    listed = mode == HeadMode.BLOCK_SPARSE
+    count = jnp.where(listed, 0, jnp.maximum(count, 0))
+    fields = [start, jnp.where(listed, 0 if bitmap is None else -1, length), second, count, (count > 0) & (own >= 0)]
     fields = [jnp.broadcast_to(x, mode.shape).astype(jnp.int32) for x in fields]
     words = None
     if bitmap is not None:
         fields = [jnp.repeat(x, bitmap.shape[1] // mode.shape[1], axis=1) for x in fields]
-        listed = jnp.sum(jax.lax.population_count(bitmap), axis=-1).astype(jnp.int32)
-        fields[3] = jnp.where(fields[0] < 0, listed, fields[3])
+        listed = fields[1] < 0
+        fields[3] = jnp.where(listed, jnp.sum(jax.lax.population_count(bitmap), axis=-1).astype(jnp.int32), fields[3])
+        diagonal = jnp.where(own >= 0, jnp.sum(bitmap & _between(own, own, bitmap.shape[-1] * BlockMask.WORD), axis=-1), 0) != 0
+        fields[4] = jnp.where(listed, diagonal.astype(jnp.int32), fields[4])
         words = _compact(bitmap)
-    length, start, second, count = fields
-    return Visits(runs=jnp.stack([start, length, second, count], axis=-1), words=words)
+    return Visits(runs=jnp.stack(fields, axis=-1), words=words)
 
 
 def _between(low: jax.Array, high: jax.Array, blocks: int) -> jax.Array:

@@ -15,19 +15,20 @@ from pallas_kernels.visits import Visits, key_visits, query_visits
 BLOCK = 16
 
 
-def walk(visits: Visits, blocks: int) -> np.ndarray:
-    """bool[B, h, R, blocks] from the tables, by the words of `Visits`' docstring; ascending order is asserted."""
+def walk(visits: Visits, blocks: int, offset: int) -> np.ndarray:
+    """bool[B, h, R, blocks] from the tables, by the words of `Visits`' docstring; order and diagonal are asserted. offset: of row 0."""
     runs = np.asarray(visits.runs)
     words = None if visits.words is None else np.asarray(visits.words)
     dense = np.zeros((*runs.shape[:3], blocks), bool)
     for index in np.ndindex(runs.shape[:3]):
-        start, length, second, count = runs[index]
+        start, length, second, count, diagonal = runs[index]
         if length == -1:
             found = [16 * (int(w) >> 16) + i for w in words[index] for i in range(16) if int(w) >> i & 1]
             assert len(found) == count
         else:
             found = [start + s if s < length else second + s - length for s in range(count)]
         assert found == sorted(set(found))
+        assert diagonal == (index[2] + offset in found)
         dense[index][found] = True
     return dense
 
@@ -63,8 +64,8 @@ def test_both_sides_agree_with_the_dense_mask(case):
     by_query, by_key, expected = tables(plan, lengths, first, queries)
     rows = np.arange(blocks - queries, blocks)
     expected = np.asarray(expected) & (rows * BLOCK < np.asarray(lengths)[:, None, None])[..., None]
-    np.testing.assert_array_equal(walk(by_query, blocks), expected)
-    np.testing.assert_array_equal(walk(by_key, queries).swapaxes(2, 3), expected)
+    np.testing.assert_array_equal(walk(by_query, blocks, blocks - queries), expected)
+    np.testing.assert_array_equal(walk(by_key, queries, queries - blocks).swapaxes(2, 3), expected)
 
 
 def test_tables_stay_small_at_256k():
