@@ -13,9 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from elastic_jax.plan import HeadPlan
-from pallas_kernels.triton import backward as _backward
-from pallas_kernels.triton import configs
-from pallas_kernels.triton import forward as _forward
+from pallas_kernels.triton import backward_kernels, configs, forward_kernel
 from pallas_kernels.visits import Visits, key_visits, query_visits
 
 _HEAD_DIMS = (64, 128)
@@ -37,7 +35,7 @@ def forward(
     head_dim = q.shape[-1]
     q, k, v = (_pad_head_dim(x) for x in (q, k, v))
     visits = _signed(query_visits(plan, lengths, first_block, q.shape[1] // plan.block_size))
-    out, lse = _forward.attend(
+    out, lse = forward_kernel.attend(
         q, k, v, visits, lengths, scale=scale, block_size=plan.block_size, config=_config("forward", q, k, plan), interpret=interpret
     )
     return out[..., :head_dim], lse
@@ -60,12 +58,12 @@ def backward(
     """`api._Kernel.backward`. interpret: as in `forward`."""
     _check_device(interpret)
     head_dim, query_blocks = q.shape[-1], q.shape[1] // plan.block_size
-    lse2, delta = _backward.row_statistics(out, lse, d_out, lengths, k.shape[1])
+    lse2, delta = backward_kernels.row_statistics(out, lse, d_out, lengths, k.shape[1])
     q, k, v, d_out = (_pad_head_dim(x) for x in (q, k, v, d_out.astype(q.dtype)))
     by_query, by_key = (_signed(f(plan, lengths, first_block, query_blocks)) for f in (query_visits, key_visits))
     shared: dict[str, Any] = {"scale": scale, "block_size": plan.block_size, "interpret": interpret}
-    dq = _backward.query_gradient(q, k, v, d_out, lse2, delta, by_query, config=_config("dq", q, k, plan), **shared)
-    dk, dv = _backward.key_gradients(q, k, v, d_out, lse2, delta, by_key, config=_config("dkv", q, k, plan), **shared)
+    dq = backward_kernels.query_gradient(q, k, v, d_out, lse2, delta, by_query, config=_config("dq", q, k, plan), **shared)
+    dk, dv = backward_kernels.key_gradients(q, k, v, d_out, lse2, delta, by_key, config=_config("dkv", q, k, plan), **shared)
     return dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim]
 
 

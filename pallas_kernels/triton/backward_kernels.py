@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.triton._compat import CompilerParams
 from pallas_kernels.triton.configs import TritonConfig
-from pallas_kernels.triton.forward import LOG2_E, QueryProgram, dot, heavy_first
+from pallas_kernels.triton.forward_kernel import LOG2_E, QueryProgram, dot, heavy_first
 from pallas_kernels.triton.walk import Row
 from pallas_kernels.visits import Visits
 
