@@ -15,11 +15,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from elastic_jax.config import HeadMode, SparsityConfig
 from elastic_jax.plan import BlockMask, HeadPlan, per_block, routed_plan, uniform_plan
-from elastic_jax.sparsity.xattention import estimate_blocks
+from elastic_jax.sparsity.xattention import EstimateImplementation, estimate_blocks
 from pallas_kernels.api import Implementation, mixed_head_attention, mixed_head_attention_backward
 
 # What the backward pass keeps of the attention kernels' work is named "attention_out" (outputs of both branches) and "attention_lse"
 # (log-sum-exp, decisions and XAttention's selected blocks): under the decoder's SAVE_ATTENTION no kernel runs a second time.
+
+# Who asks for attention in plain JAX gets XAttention in plain JAX; both kinds of kernels use the one that estimates.
+_ESTIMATES: dict[Implementation, EstimateImplementation] = {"reference": "xla", "xla": "xla", "triton": "triton", "mosaic": "triton"}
 
 
 def routed_attention(
@@ -70,7 +73,7 @@ def selected_attention(
     lengths: jax.Array | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[jax.Array, HeadPlan]:
-    """Inference over whole prompts: only the selected mode of each head, and XAttention's estimate only if some head needs it.
+    """Inference over whole prompts: only the selected mode of each head, and XAttention's estimate only for heads that need it.
 
     Arguments as in `routed_attention`, and lengths i32[B]: tokens per entry, what lies beyond is padding of any content.
 
@@ -82,10 +85,8 @@ def selected_attention(
         if lengths is not None:
             within = jnp.arange(q.shape[1]) < lengths[:, None]
             valid = within if valid is None else valid & within
-        estimate = functools.partial(_estimate, sparsity=sparsity, first_block=first_block, valid=valid)
-        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(estimate, q, k))
-        needed = jnp.any((is_full > 0.5) == (sparsity.retrieval_mode == HeadMode.BLOCK_SPARSE))
-        blocks = jax.lax.cond(needed, estimate, lambda q, k: nothing, q, k)
+        needed = jnp.any((is_full > 0.5) == (sparsity.retrieval_mode == HeadMode.BLOCK_SPARSE), axis=1)
+        blocks = _estimate(_Static(sparsity, implementation), q, k, first_block, valid, needed)
     plan = routed_plan(is_full, sparsity, document=document, blocks=blocks)
     out, _ = mixed_head_attention(q, k, v, plan, lengths=lengths, first_block=first_block, implementation=implementation)
     return out, plan
@@ -110,7 +111,7 @@ def _routed_fwd(
     is_full = checkpoint_name(is_full, "attention_lse")
     blocks = None
     if _uses_xattention(sparsity):
-        blocks = _estimate(q, k, sparsity=sparsity, first_block=first_block, valid=valid)
+        blocks = _estimate(static, q, k, first_block, valid, None)
         blocks = BlockMask(bitmap=checkpoint_name(blocks.bitmap, "attention_lse"))
 
     def branch(mode: HeadMode) -> tuple[jax.Array, jax.Array]:
@@ -154,15 +155,20 @@ def _uses_xattention(sparsity: SparsityConfig) -> bool:
     return HeadMode.BLOCK_SPARSE in (sparsity.retrieval_mode, sparsity.sparse_mode)
 
 
-def _estimate(q: jax.Array, k: jax.Array, *, sparsity: SparsityConfig, first_block: jax.Array | None, valid: jax.Array | None) -> BlockMask:
+def _estimate(
+    static: _Static, q: jax.Array, k: jax.Array, first_block: jax.Array | None, valid: jax.Array | None, needed: jax.Array | None
+) -> BlockMask:
     return estimate_blocks(
         q,
         k,
-        block_size=sparsity.block_size,
-        stride=sparsity.xattn_stride,
-        threshold=sparsity.xattn_threshold,
+        block_size=static.sparsity.block_size,
+        stride=static.sparsity.xattn_stride,
+        threshold=static.sparsity.xattn_threshold,
         first_block=first_block,
         valid=valid,
+        needed=needed,
+        # An unknown name is left to `mixed_head_attention`, which says what is accepted.
+        implementation=_ESTIMATES.get(static.implementation) if static.implementation else None,
     )
 
 

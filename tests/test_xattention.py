@@ -119,6 +119,16 @@ def test_bfloat16_inputs_are_summed_in_float32():
     np.testing.assert_array_equal(estimate(q, k).bitmap, wide.bitmap)
 
 
+@pytest.mark.parametrize("threshold", [0.8, 1.0])
+def test_heads_that_are_not_needed_get_no_blocks(threshold):
+    q, k = random_qk(140)
+    needed = jnp.asarray([[False, True], [False, False]])
+    some, every = (estimate(q, k, threshold=threshold, **arrays).bitmap for arrays in ({"needed": needed}, {}))
+    np.testing.assert_array_equal(some[0, 2:], every[0, 2:])
+    assert not np.asarray(some)[0, :2].any()
+    assert not np.asarray(some)[1].any()
+
+
 def test_threshold_one_is_dense_attention():
     q, k = random_qk(100)
     sparsity = SparsityConfig(block_size=BLOCK)
@@ -163,7 +173,9 @@ def test_of_equal_blocks_the_lower_columns_are_kept():
         ({"k": jnp.zeros((2, 32, 3, 8))}, "K a divisor of N"),
         ({"stride": 5}, "stride=5"),
         ({"threshold": 1.5}, "threshold=1.5"),
-        ({"valid": jnp.zeros((1, 32), bool)}, r"valid \(1, 32\)"),
+        ({"valid": jnp.zeros((1, 32), bool)}, r"valid has shape \(1, 32\): accepted is \(2, 32\)"),
+        ({"needed": jnp.zeros((2, 4), bool)}, r"needed has shape \(2, 4\): accepted is \(2, 2\)"),
+        ({"implementation": "cudnn"}, "implementation='cudnn': accepted are None, xla, triton"),
     ],
 )
 def test_refuses(changes, message):

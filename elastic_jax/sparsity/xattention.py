@@ -11,15 +11,23 @@ the lower column first among equals, the fewest with which the kept mass reaches
 What differs from the authors' code: scores and sums are float32 throughout; no slice by a padding of zero, so chunks
 never lose their keys; "first block" is a key column of every row, per document; batches, grouped heads and ragged lengths work.
 The grid is causal by cell as there, so the diagonal cell holds some products of a query with a later key of the same s tokens.
+
+This file holds the definition in plain JAX; `pallas_kernels.xattn_estimate` has the kernels for GPUs. Both keep every sum in float32 (the
+kernels count masses in integers when they select), in orders of their own, so they may differ where a row's choice is a near tie.
 """
 
 from __future__ import annotations
+
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 from elastic_jax.config import HeadMode
 from elastic_jax.plan import BlockMask, see_blocks
+from pallas_kernels import xattn_estimate
+
+EstimateImplementation = Literal["xla", "triton"]
 
 _CHUNK_BYTES = 2**26  # of float32 scores held at once
 
@@ -33,6 +41,8 @@ def estimate_blocks(
     threshold: float,
     first_block: jax.Array | None = None,
     valid: jax.Array | None = None,
+    needed: jax.Array | None = None,
+    implementation: EstimateImplementation | None = None,
 ) -> BlockMask:
     """The blocks each query head should see.
 
@@ -42,11 +52,17 @@ def estimate_blocks(
       first_block: i32[B, Q], the block where each block's document begins; None: one document per entry.
       valid: bool[B, T], False for padding, which counts as absent and may hold anything; within a document it comes last. None: no
         padding.
+      needed: bool[B, K], False for KV heads whose query heads may be left without blocks; the kernels do no work for those, plain JAX
+        skips the estimate only where no head needs it. None: all.
+      implementation: "triton" needs a CUDA GPU from Ampere on, and powers of two as block size and stride; "xla" is plain JAX, for any
+        device. None: "triton" on such GPUs, else "xla".
 
-    Returns: u32[B, N, Q, ceil(Q / 32)] as a BlockMask, Q = ceil(T / block_size).
+    Returns: u32[B, N, Q, ceil(Q / 32)] as a BlockMask, Q = ceil(T / block_size); rows of zeros for heads that are not needed.
 
     Raises:
-      ValueError: shapes that do not fit, queries that are only a suffix of the keys, stride or threshold out of range.
+      ValueError: shapes that do not fit, queries that are only a suffix of the keys, stride or threshold out of range; an unknown
+        implementation, or one that cannot take these blocks.
+      NotImplementedError: the implementation does not run on this device.
     """
     if q.ndim != 4 or k.ndim != 4 or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or q.shape[2] % k.shape[2]:
         raise ValueError(f"q has shape {q.shape}, k has shape {k.shape}: accepted are [B, T, N, H] and [B, T, K, H], K a divisor of N")
@@ -56,20 +72,67 @@ def estimate_blocks(
         raise ValueError(f"stride={stride}: it must divide block_size={block_size}")
     if not 0.0 < threshold <= 1.0:
         raise ValueError(f"threshold={threshold}: accepted are values in (0, 1]")
+    batch, tokens, heads, kv_heads = *q.shape[:3], k.shape[2]
+    blocks = -(-tokens // block_size)
+    first = jnp.zeros((batch, blocks), jnp.int32) if first_block is None else first_block
+    accepted = {"first_block": (first, (batch, blocks)), "valid": (valid, (batch, tokens)), "needed": (needed, (batch, kv_heads))}
+    for argument, (x, shape) in accepted.items():
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{argument} has shape {x.shape}: accepted is {shape}")
+    estimate = _estimate if _choose(implementation) == "xla" else xattn_estimate.estimate
+    needed = jnp.ones((batch, kv_heads), bool) if needed is None else needed
+
+    if threshold < 1.0:
+        q, k = jax.lax.stop_gradient((q, k))  # a choice has none
+        return BlockMask(bitmap=estimate(q, k, first, valid, needed, block_size=block_size, stride=stride, threshold=threshold))
+    # Every block: sums would leave out what is too small to change the total.
+    mode = jnp.full((1, 1), HeadMode.FULL, jnp.int8)
+    rows = BlockMask.from_dense(see_blocks(mode, jnp.arange(blocks), first[:, None], None, blocks, 0, 0)).bitmap
+    return BlockMask(bitmap=_of_heads(needed, heads, jnp.broadcast_to(rows, (batch, heads, *rows.shape[2:]))))
+
+
+def _choose(implementation: str | None) -> str:
+    accepted = get_args(EstimateImplementation)
+    if implementation not in (None, *accepted):
+        raise ValueError(f"implementation={implementation!r}: accepted are None, {', '.join(accepted)}")
+    obstacle = _triton_obstacle()
+    if implementation == "triton" and obstacle is not None:
+        raise NotImplementedError(f"implementation='triton' needs {obstacle}; accepted for this call are None, xla")
+    return implementation or ("triton" if obstacle is None else "xla")
+
+
+def _triton_obstacle() -> str | None:
+    """What the kernels need and this device has not."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device  # of a program that is lowered for a device that is not here
+    platform = jax.default_backend() if abstract is None else abstract.platform
+    if platform not in ("gpu", "cuda"):
+        return f"a CUDA GPU, and this is a {platform}"
+    capability = xattn_estimate.compute_capability()
+    old = capability is not None and int(capability.split(".")[0]) < 8
+    return f"compute capability 8.0 or newer, and this device has {capability}" if old else None
+
+
+def _of_heads(needed: jax.Array, heads: int, bitmap: jax.Array) -> jax.Array:
+    """u32[B, N, Q, W] without the bits of query heads whose KV head is not needed."""
+    return jnp.where(jnp.repeat(needed, heads // needed.shape[1], axis=1)[:, :, None, None], bitmap, 0)
+
+
+def _estimate(
+    q: jax.Array,
+    k: jax.Array,
+    first: jax.Array,
+    valid: jax.Array | None,
+    needed: jax.Array,
+    *,
+    block_size: int,
+    stride: int,
+    threshold: float,
+) -> jax.Array:
+    """The bitmap of `estimate_blocks` in plain JAX."""
     batch, tokens, heads, dim = q.shape
     kv_heads = k.shape[2]
-    blocks, cells = -(-tokens // block_size), block_size // stride
+    blocks, cells = first.shape[1], block_size // stride
     valid = jnp.ones((batch, tokens), bool) if valid is None else valid
-    first = jnp.zeros((batch, blocks), jnp.int32) if first_block is None else first_block
-    if first.shape != (batch, blocks) or valid.shape != (batch, tokens):
-        raise ValueError(
-            f"first_block has shape {first.shape}, valid {valid.shape}: accepted are ({batch}, {blocks}) and ({batch}, {tokens})"
-        )
-
-    if threshold == 1.0:  # every block: sums in float32 would leave out those below the rounding of the total
-        full = jnp.full((1, 1), HeadMode.FULL, jnp.int8)
-        visible = see_blocks(full, jnp.arange(blocks), first[:, None], None, blocks, 0, 0)
-        return BlockMask.from_dense(jnp.broadcast_to(visible, (batch, heads, blocks, blocks)))
 
     def to_cells(x: jax.Array, order: int) -> jax.Array:
         """[B, T, heads, H] to [B, cells, heads, s H]."""
@@ -98,8 +161,13 @@ def estimate_blocks(
         return BlockMask.from_dense(select_blocks(mass, row, start[:, None], threshold)).bitmap
 
     rows_at_once = max(1, min(blocks, _CHUNK_BYTES // (4 * batch * heads * cells * blocks * cells)))
-    bitmap = jax.lax.map(select_row, jnp.arange(blocks), batch_size=rows_at_once)
-    return BlockMask(bitmap=jnp.moveaxis(bitmap, 0, 2))
+    words = -(-blocks // BlockMask.WORD)
+    bitmap = jax.lax.cond(
+        jnp.any(needed),
+        lambda: jax.lax.map(select_row, jnp.arange(blocks), batch_size=rows_at_once),
+        lambda: jnp.zeros((blocks, batch, heads, words), jnp.uint32),
+    )
+    return _of_heads(needed, heads, jnp.moveaxis(bitmap, 0, 2))
 
 
 def select_blocks(mass: jax.Array, row: jax.Array, first: jax.Array, threshold: float) -> jax.Array:

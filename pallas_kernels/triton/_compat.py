@@ -11,6 +11,7 @@ import warnings
 from jax.experimental.pallas import triton
 
 CompilerParams = triton.CompilerParams
+load = triton.load
 
 # JAX warns when the program around the kernel is lowered, which is long after our call has returned, so the filter is by message. There
 # is nothing a caller could do about it: the move to another backend happens in this package.
