@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from elastic_jax.plan import BlockMask, HeadPlan
-from pallas_kernels import reference, triton, xla
+from pallas_kernels import device, reference, triton, xla
 
 Implementation = Literal["reference", "xla", "triton", "mosaic"]
 
@@ -53,6 +53,7 @@ class _Kernel(Protocol):
 
 
 _KERNELS = {"reference": cast(_Kernel, reference), "xla": cast(_Kernel, xla), "triton": cast(_Kernel, triton)}
+_HEAD_DIMS = (64, 128)  # of triton and mosaic
 
 
 def mixed_head_attention(
@@ -79,17 +80,19 @@ def mixed_head_attention(
       lengths: i32[B], valid positions of each entry. What lies beyond is padding and may hold anything, NaN included. None: S.
       first_block: i32[B, J], the block where each block's document begins. None: one document per entry.
       scale: factor of the scores, None: H ** -0.5.
-      implementation: None is the best one there is for the device, for now "xla" on all.
+      implementation: None is the best for the device and the call: on CUDA GPUs "mosaic" where it can, else "triton" where it can; "xla"
+        in all other cases. "mosaic" needs compute capability 9.0 (Hopper), jax 0.11, 16-bit inputs, H up to 128 and blocks of 128;
+        "triton" needs compute capability 8.0 (Ampere) or newer and H up to 128.
 
     Returns:
       (out [B, T, N, H] in q's dtype, lse f32[B, T, N]); rows that see no key, such as padding, hold 0 and -inf.
 
     Raises:
       ValueError: an argument does not fit the others; the text names it, its value and what is accepted.
-      NotImplementedError: the implementation asked for does not exist yet, or not for this device.
+      NotImplementedError: the implementation asked for cannot run the call on this device or with this JAX; the text says why.
     """
     _check(q, k, v, plan, lengths, first_block, scale)
-    return _attend(_static(q, scale, implementation), q, k, v, plan, lengths, first_block)
+    return _attend(_static(q, plan, scale, implementation), q, k, v, plan, lengths, first_block)
 
 
 def mixed_head_attention_backward(
@@ -114,7 +117,7 @@ def mixed_head_attention_backward(
     _check(q, k, v, plan, lengths, first_block, scale)
     for name, x, shape in (("out", out, q.shape), ("lse", lse, q.shape[:3]), ("d_out", d_out, q.shape)):
         _expect(name, x.shape, [shape])
-    return _backward(_static(q, scale, implementation), q, k, v, out, lse, d_out, plan, lengths, first_block)
+    return _backward(_static(q, plan, scale, implementation), q, k, v, out, lse, d_out, plan, lengths, first_block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,14 +126,46 @@ class _Static:
     implementation: str
 
 
-def _static(q: jax.Array, scale: float | None, implementation: Implementation | None) -> _Static:
-    name = implementation or "xla"
-    if name not in get_args(Implementation):
-        raise ValueError(f"implementation={name!r}: accepted are None, {', '.join(get_args(Implementation))}")
-    if name not in _KERNELS:
-        raise NotImplementedError(f"implementation={name!r} does not exist yet; available are {', '.join(_KERNELS)}")
-    _log_choice(name, jax.default_backend())
+def _static(q: jax.Array, plan: HeadPlan, scale: float | None, implementation: Implementation | None) -> _Static:
+    if implementation not in (None, *get_args(Implementation)):
+        raise ValueError(f"implementation={implementation!r}: accepted are None, {', '.join(get_args(Implementation))}")
+    name = implementation or next(name for name in ("mosaic", "triton", "xla") if _obstacle(name, q, plan) is None)
+    if (obstacle := _obstacle(name, q, plan)) is not None:
+        usable = [n for n in get_args(Implementation) if _obstacle(n, q, plan) is None]
+        raise NotImplementedError(f"implementation={name!r} needs {obstacle}; accepted for this call are None, {', '.join(usable)}")
+    _log_choice(name, device.platform())
     return _Static(scale=q.shape[-1] ** -0.5 if scale is None else float(scale), implementation=name)
+
+
+def _obstacle(name: str, q: jax.Array, plan: HeadPlan) -> str | None:
+    """What keeps an implementation from doing a call, with the value that is in the way; None where nothing does."""
+    if name in ("reference", "xla"):
+        return None
+    if (platform := device.platform()) != "gpu":
+        return f"a CUDA GPU, and this is a {platform}"
+    capability = device.compute_capability()
+    if q.shape[-1] > _HEAD_DIMS[-1]:
+        return f"a head dim up to {_HEAD_DIMS[-1]}, and q has {q.shape[-1]}"
+    if name == "triton":
+        old = capability is not None and int(capability.split(".")[0]) < 8
+        return f"compute capability 8.0 or newer, and this device has {capability}" if old else None
+    if jax.__version_info__ < (0, 11):
+        return f"jax 0.11 or newer, and this is {jax.__version__}"
+    if capability is None or not capability.startswith("9."):
+        return f"compute capability 9.0, and this device has {capability}"
+    if q.dtype == jnp.float32:
+        return "bfloat16 or float16 inputs, and q is float32"
+    if plan.block_size != 128:
+        return f"plan.block_size=128, and it is {plan.block_size}"
+    return None
+
+
+def _kernel(static: _Static) -> _Kernel:
+    if static.implementation == "mosaic":
+        from pallas_kernels import mosaic  # not at the top: older versions of JAX cannot import it
+
+        return cast(_Kernel, mosaic)
+    return _KERNELS[static.implementation]
 
 
 @functools.cache
@@ -159,23 +194,30 @@ _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
 def _forward(static: _Static, q: Any, k: Any, v: Any, plan: HeadPlan, lengths: Any, first_block: Any) -> tuple[jax.Array, jax.Array]:
-    pad = _Padding(q, k, plan, lengths)
-    out, lse = _KERNELS[static.implementation].forward(
-        pad.queries(q), pad.keys(k), pad.keys(v), *pad.tables(plan, first_block), scale=static.scale
-    )
-    return pad.unpad_queries(out), pad.unpad_queries(lse)
+    pad, dim = _Padding(q, k, plan, lengths), q.shape[-1]
+    q, k, v = (_widen(static, x) for x in (q, k, v))
+    out, lse = _kernel(static).forward(pad.queries(q), pad.keys(k), pad.keys(v), *pad.tables(plan, first_block), scale=static.scale)
+    return pad.unpad_queries(out)[..., :dim], pad.unpad_queries(lse)
 
 
 def _backward(
     static: _Static, q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, plan: HeadPlan, lengths: Any, first_block: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    pad = _Padding(q, k, plan, lengths)
-    dq, dk, dv = _KERNELS[static.implementation].backward(
+    pad, dim = _Padding(q, k, plan, lengths), q.shape[-1]
+    q, k, v, out, d_out = (_widen(static, x) for x in (q, k, v, out, d_out))
+    dq, dk, dv = _kernel(static).backward(
         *(pad.queries(q), pad.keys(k), pad.keys(v), pad.queries(out), pad.queries(lse), pad.queries(d_out)),
         *pad.tables(plan, first_block),
         scale=static.scale,
     )
-    return pad.unpad_queries(dq), dk[:, : k.shape[1]], dv[:, : k.shape[1]]
+    return pad.unpad_queries(dq)[..., :dim], dk[:, : k.shape[1], :, :dim], dv[:, : k.shape[1], :, :dim]
+
+
+def _widen(static: _Static, x: jax.Array) -> jax.Array:
+    """Zeros up to the next head dim that the kernel has: they add nothing to products, and their own results are cut off."""
+    if static.implementation in ("reference", "xla"):
+        return x
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, next(dim for dim in _HEAD_DIMS if dim >= x.shape[-1]) - x.shape[-1])))
 
 
 class _Padding:

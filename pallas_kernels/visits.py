@@ -33,7 +33,8 @@ class Visits:
 
     Attributes:
       runs: i32[B, h, R, 5], (start, length, second, count, diagonal); diagonal is 1 where the row's own block is among them.
-      words: u32[B, h, R, ceil(blocks / 32) * 2], a row's words in ascending order, then zeros. None: no row has length -1.
+      words: i32[B, h, R, ceil(blocks / 32) * 2], a row's words in ascending order, then zeros. None: no row has length -1. Signed
+        because kernels compute so; the sign bit stays clear below half a million blocks.
     """
 
     runs: Any
@@ -101,13 +102,13 @@ def _between(low: jax.Array, high: jax.Array, blocks: int) -> jax.Array:
 
 
 def _compact(bitmap: jax.Array) -> jax.Array:
-    """u32[..., W] of 32 bits to the words of `Visits`, u32[..., 2 W]."""
+    """u32[..., W] of 32 bits to the words of `Visits`, i32[..., 2 W]."""
     halves = jnp.stack([bitmap & 0xFFFF, bitmap >> 16], axis=-1).reshape(*bitmap.shape[:-1], -1)
     index = jnp.arange(halves.shape[-1], dtype=jnp.uint32)
     # The words carry their index above their bits, so they are in order once empty ones compare as larger than all others.
     words = jnp.where(halves == 0, jnp.uint32(0xFFFFFFFF), halves | (index << 16))
     words = jnp.sort(words, axis=-1)
-    return jnp.where(words == jnp.uint32(0xFFFFFFFF), 0, words)
+    return jnp.where(words == jnp.uint32(0xFFFFFFFF), 0, words).astype(jnp.int32)
 
 
 def _transpose(bitmap: jax.Array) -> jax.Array:

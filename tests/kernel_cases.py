@@ -13,6 +13,7 @@ import numpy as np
 from elastic_jax.config import HeadMode
 from elastic_jax.plan import BlockMask, HeadPlan
 from pallas_kernels.api import mixed_head_attention
+from tests.tolerances import assert_close
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,36 @@ def attend(q, k, v, d_out, plan, lengths, first_block, *, implementation):
 
 def run(x: Inputs, implementation: str) -> tuple[jax.Array, ...]:
     return attend(x.q, x.k, x.v, x.d_out, x.plan, x.lengths, x.first_block, implementation=implementation)
+
+
+NAMES = ("out", "lse", "dq", "dk", "dv")  # what `attend` returns
+
+
+def assert_agrees(actual: tuple[Any, ...], x: Inputs, case: Case) -> None:
+    for name, a, e in zip(NAMES, actual, run(x, "reference")):
+        assert a.shape == e.shape
+        assert a.dtype == e.dtype
+        assert_close(a, e, case.dtype, "gradient" if name[0] == "d" else "forward", name)
+
+
+def assert_same_bits(actual: Any, expected: Any) -> None:
+    np.testing.assert_array_equal(np.asarray(actual, np.float32), np.asarray(expected, np.float32))
+
+
+def four_plans(**changes: Any) -> Inputs:
+    """Four entries of 12 blocks whose documents, modes, lengths and bitmaps differ. changes: of the case's fields."""
+    case = Case(**{"name": "entries", "queries": 160, "keys": 192, "heads": 4, "kv_heads": 2, "batch": 4, "ragged": True} | changes)
+    x = inputs(case)
+    rng = np.random.default_rng(1)
+    begins = np.asarray([[0, 12], [0, 3], [0, 7], [0, 11]])
+    document = (np.arange(12) >= begins[:, 1:]).astype(int)
+    mode = np.stack([rng.integers(0, 3, (2, 2))[d] for d in document])
+    first_block = jnp.asarray(np.take_along_axis(begins, document, axis=1), jnp.int32)
+    return dataclasses.replace(x, plan=dataclasses.replace(x.plan, mode=jnp.asarray(mode, jnp.int8)), first_block=first_block)
+
+
+def take_entries(x: Inputs, index: Any) -> Inputs:
+    return Inputs(*(jax.tree.map(lambda a: a[index], getattr(x, f.name)) for f in dataclasses.fields(x)))
 
 
 def dense_mask(case: Case, x: Inputs) -> np.ndarray:

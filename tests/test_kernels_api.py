@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from elastic_jax.plan import BlockMask
-from pallas_kernels import api
+from pallas_kernels import api, device
 from tests.kernel_cases import Case, inputs
 
 X = inputs(Case(name="api", queries=40, keys=50, heads=4, kv_heads=2, batch=2))  # 4 blocks of 16
@@ -58,9 +58,54 @@ def test_refuses(name):
         call(**changes)
 
 
-def test_missing_implementations_say_what_there_is():
-    with pytest.raises(NotImplementedError, match="available are reference, xla, triton"):
-        call(implementation="mosaic")
+def on_a_gpu(monkeypatch, capability, version=(0, 11, 2)):
+    monkeypatch.setattr(device, "platform", lambda: "gpu")
+    monkeypatch.setattr(device, "compute_capability", lambda: capability)
+    monkeypatch.setattr(jax, "__version_info__", version)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="on a GPU they run")
+@pytest.mark.parametrize("name", ["triton", "mosaic"])
+def test_gpu_implementations_refuse_a_cpu(name):
+    with pytest.raises(NotImplementedError, match=f"'{name}' needs a CUDA GPU, and this is a cpu; accepted .* None, reference, xla"):
+        call(implementation=name)
+
+
+HALF = {name: getattr(X, name).astype(jnp.bfloat16) for name in "qkv"}
+OBSTACLES = {
+    "jax": ("mosaic", {**HALF, **plan(block_size=128)}, ("9.0", (0, 10, 2)), "jax 0.11 or newer"),
+    "capability": ("mosaic", {**HALF, **plan(block_size=128)}, ("8.0",), "compute capability 9.0, and this device has 8.0"),
+    "dtype": ("mosaic", plan(block_size=128), ("9.0",), "bfloat16 or float16 inputs, and q is float32"),
+    "block_size": ("mosaic", {**HALF, **plan(block_size=64)}, ("9.0",), "plan.block_size=128, and it is 64"),
+    "head_dim": ("triton", {"q": jnp.zeros((1, 64, 2, 136))}, ("8.0",), "a head dim up to 128, and q has 136"),
+    "old": ("triton", {}, ("7.5",), "compute capability 8.0 or newer, and this device has 7.5"),
+}
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_says_what_an_implementation_needs(name, monkeypatch):
+    implementation, changes, gpu, message = OBSTACLES[name]
+    on_a_gpu(monkeypatch, *gpu)
+    arguments = {"q": X.q, "plan": X.plan, **changes}
+    with pytest.raises(NotImplementedError, match=message):
+        api._static(arguments["q"], arguments["plan"], None, implementation)
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "best"),
+    [
+        ("9.0", {**HALF, **plan(block_size=128)}, "mosaic"),
+        ("9.0", {**HALF, **plan(block_size=64)}, "triton"),
+        ("8.0", {**HALF, **plan(block_size=128)}, "triton"),
+        ("10.0", {**HALF, **plan(block_size=128)}, "triton"),
+        ("9.0", {"q": jnp.zeros((1, 64, 2, 136))}, "xla"),
+        ("7.5", {}, "xla"),
+    ],
+)
+def test_none_is_the_best_for_device_and_call(capability, changes, best, monkeypatch):
+    on_a_gpu(monkeypatch, capability)
+    arguments = {"q": X.q, "plan": X.plan, **changes}
+    assert api._static(arguments["q"], arguments["plan"], None, None).implementation == best
 
 
 def test_backward_checks_what_the_forward_returned():
@@ -76,7 +121,8 @@ def test_the_choice_is_logged_once(caplog):
     assert [r.getMessage() for r in caplog.records] == ["mixed_head_attention runs the reference implementation on cpu"]
 
 
-def test_none_means_xla():
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="on a GPU it is another")
+def test_none_means_xla_on_a_cpu():
     np.testing.assert_array_equal(call(implementation=None)[0], call(implementation="xla")[0])
 
 

@@ -11,10 +11,9 @@ import pytest
 
 from elastic_jax.config import HeadMode
 from elastic_jax.plan import BlockMask
-from pallas_kernels import api, reference, triton
-from pallas_kernels.api import mixed_head_attention
+from pallas_kernels import api, device, reference, triton
 from pallas_kernels.triton import configs
-from tests.kernel_cases import CASES, Case, Inputs, attend, inputs, run
+from tests.kernel_cases import CASES, NAMES, Case, Inputs, assert_agrees, assert_same_bits, attend, four_plans, inputs, take_entries
 from tests.tolerances import assert_close
 
 # What the shared cases leave out: blocks that are several tiles, tiles of unequal sizes, a bitmap whose words are used up on the way.
@@ -28,7 +27,6 @@ GPU_CASES = [
     Case(name="f16_packed", queries=1152, keys=1152, heads=4, kv_heads=4, block=64, head_dim=64, documents=(3, 9, 1), dtype=jnp.float16),
     Case(name="f32_128", queries=512, keys=512, heads=2, kv_heads=1, head_dim=128, block=128, bitmap="none"),
 ]
-NAMES = ("out", "lse", "dq", "dk", "dv")
 
 # Functions of their own, since a trace holds whether the kernels are interpreted.
 _interpreted = jax.jit(functools.partial(attend.__wrapped__, implementation="triton"))
@@ -39,19 +37,9 @@ _compiled = jax.jit(functools.partial(attend.__wrapped__, implementation="triton
 def interpret(monkeypatch):
     """Runs a case with interpreted kernels. They write into buffers full of NaN, so what they leave out shows."""
     kernels = {f.__name__: functools.partial(f, interpret=True) for f in (triton.forward, triton.backward)}
+    monkeypatch.setattr(device, "platform", lambda: "gpu")
     monkeypatch.setitem(api._KERNELS, "triton", types.SimpleNamespace(**kernels))
     return lambda x: _interpreted(x.q, x.k, x.v, x.d_out, x.plan, x.lengths, x.first_block)
-
-
-def assert_same_bits(a, b):
-    np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
-
-
-def assert_agrees(actual, x, case):
-    for name, a, e in zip(NAMES, actual, run(x, "reference")):
-        assert a.shape == e.shape
-        assert a.dtype == e.dtype
-        assert_close(a, e, case.dtype, "gradient" if name[0] == "d" else "forward", name)
 
 
 @pytest.mark.parametrize("case", CASES + MORE_CASES, ids=lambda c: c.name)
@@ -68,21 +56,6 @@ def test_any_tiles_of_a_block(query_tile, key_tile, interpret, monkeypatch):
     x = inputs(case)
     assert_agrees(interpret(x), x, case)
     _interpreted.clear_cache()
-
-
-def four_plans():
-    """Four entries whose documents, modes, lengths and bitmaps differ."""
-    x = inputs(Case(name="entries", queries=160, keys=192, heads=4, kv_heads=2, batch=4, ragged=True))
-    rng = np.random.default_rng(1)
-    begins = np.asarray([[0, 12], [0, 3], [0, 7], [0, 11]])
-    document = (np.arange(12) >= begins[:, 1:]).astype(int)
-    mode = np.stack([rng.integers(0, 3, (2, 2))[d] for d in document])
-    first_block = jnp.asarray(np.take_along_axis(begins, document, axis=1), jnp.int32)
-    return dataclasses.replace(x, plan=dataclasses.replace(x.plan, mode=jnp.asarray(mode, jnp.int8)), first_block=first_block)
-
-
-def take_entries(x, index):
-    return Inputs(*(jax.tree.map(lambda a: a[index], getattr(x, f.name)) for f in dataclasses.fields(x)))
 
 
 def test_entries_and_runs_change_no_bit(interpret):
@@ -135,19 +108,6 @@ def test_backward_sets_rows_beyond_the_lengths_aside(interpret):
     actual = triton.backward(x.q, x.k, x.v, out, lse, x.d_out, plan, x.lengths, first, scale=0.25, interpret=True)
     for name, a, e in zip(NAMES[2:], actual, expected):
         assert_close(a, e, "float32", "gradient", name)
-
-
-def test_other_devices_are_refused():
-    x = inputs(CASES[0])
-    if jax.default_backend() == "gpu":
-        pytest.skip("this is a GPU")
-    with pytest.raises(NotImplementedError, match="'triton' needs a CUDA GPU; on cpu accepted are None, reference, xla"):
-        mixed_head_attention(x.q, x.k, x.v, x.plan, implementation="triton")
-
-
-def test_wide_heads_are_refused(interpret):
-    with pytest.raises(ValueError, match="q has head dim 136: implementation='triton' accepts up to 128"):
-        interpret(inputs(Case(name="wide", queries=16, keys=16, head_dim=136)))
 
 
 def on_gpu(x):

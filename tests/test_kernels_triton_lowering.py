@@ -7,22 +7,17 @@ own, so the numbers are close, not exact.
 
 import dataclasses
 import itertools
-import pathlib
-import re
-import subprocess
-import tempfile
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from elastic_jax.plan import BlockMask, HeadPlan
-from pallas_kernels import triton
+from pallas_kernels import device, triton
 from pallas_kernels.triton import _compat, configs
+from tests.gpu_lowering import A100, H200, lower_cuda, resources, triton_modules
 
 pytestmark = pytest.mark.filterwarnings(f"ignore:{_compat.DEPRECATION}:DeprecationWarning")
-
-A100, H200 = "NVIDIA A100-SXM4-80GB", "NVIDIA H200"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +49,6 @@ SHAPES = [
 ]
 
 
-def lower_cuda(f, *arguments, kind):
-    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):
-        return jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",))
-
-
 def lower_both(shape, kind):
     """(forward, backward)."""
     q, k, plan, lengths, first_block = shape.arrays()
@@ -73,7 +62,7 @@ def lower_both(shape, kind):
 
 @pytest.fixture
 def capability(monkeypatch, request):
-    monkeypatch.setattr(configs, "compute_capability", lambda: request.param)
+    monkeypatch.setattr(device, "compute_capability", lambda: request.param)
     return request.param
 
 
@@ -84,7 +73,7 @@ LONG = [Shape(tokens=2**20, heads=32, kv_heads=8, bitmap="kv"), Shape(tokens=2**
 @pytest.mark.parametrize(("kind", "capability"), GPUS, indirect=["capability"])
 @pytest.mark.parametrize("shape", SHAPES + LONG, ids=repr)
 def test_lowers_for_cuda(shape, kind, capability):
-    assert configs.compute_capability() == capability
+    assert device.compute_capability() == capability
     for lowered, kernels in zip(lower_both(shape, kind), (1, 2)):
         assert lowered.as_text().count("stablehlo.custom_call @__gpu$xla.gpu.triton") == kernels
 
@@ -97,47 +86,24 @@ def test_half_precision_lowers():
 @pytest.fixture
 def compiled_kernels(monkeypatch):
     """A function (shape, kind, target) -> [(kernel, configuration, shared bytes, spilled bytes)] of forward, dQ and dK/dV."""
-    compiler = pytest.importorskip("triton.compiler", reason="needs the package triton, which compiles without a GPU")
-    from jax._src.pallas.triton import lowering  # nothing public gives the IR
-
-    modules, chosen = [], []
-    lower, choose = lowering.lower_jaxpr_to_triton_module, configs.choose
-
-    def keep_module(*args, **kwargs):
-        result = lower(*args, **kwargs)
-        modules.append(result.module.operation.get_asm(enable_debug_info=False))
-        return result
-
-    def keep_choice(kernel, **kwargs):
-        chosen.append((kernel, choose(kernel, **kwargs)))
-        return chosen[-1][1]
+    choose = configs.choose
 
     def compile_all(shape, kind, target):
-        modules.clear(), chosen.clear()
-        lower_both(shape, kind)
+        chosen = []
+
+        def keep_choice(kernel, **kwargs):
+            chosen.append((kernel, choose(kernel, **kwargs)))
+            return chosen[-1][1]
+
+        monkeypatch.setattr(configs, "choose", keep_choice)
+        with triton_modules(monkeypatch) as modules:
+            lower_both(shape, kind)
         assert [kernel for kernel, _ in chosen] == ["forward", "dq", "dkv"]
-        return [(*choice, *resources(compiler, ir, choice[1], target)) for choice, ir in zip(chosen, modules, strict=True)]
+        return [
+            (*choice, *resources(ir, target, choice[1].num_warps, choice[1].num_stages)) for choice, ir in zip(chosen, modules, strict=True)
+        ]
 
-    monkeypatch.setattr(lowering, "lower_jaxpr_to_triton_module", keep_module)
-    monkeypatch.setattr(configs, "choose", keep_choice)
     return compile_all
-
-
-def resources(compiler, ir, config, target):
-    """(bytes of shared memory, bytes of spilled registers)."""
-    from triton.backends.compiler import GPUTarget
-
-    with tempfile.TemporaryDirectory() as folder:
-        source, ptx = (pathlib.Path(folder) / name for name in ("kernel.ttir", "kernel.ptx"))
-        source.write_text(ir)
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        compiled = compiler.compile(str(source), target=GPUTarget("cuda", target, 32), options=options)
-        ptx.write_text(compiled.asm["ptx"])
-        ptxas = pathlib.Path(compiler.__file__).parents[1] / "backends/nvidia/bin/ptxas"
-        architecture = re.search(r"\.target (\w+)", compiled.asm["ptx"]).group(1)
-        command = [ptxas, "-v", "--gpu-name", architecture, ptx, "-o", "/dev/null"]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return compiled.metadata.shared, int(re.search(r"(\d+) bytes spill stores", report).group(1))
 
 
 @pytest.mark.parametrize("capability", ["8.0"], indirect=True)

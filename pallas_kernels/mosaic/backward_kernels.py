@@ -43,9 +43,9 @@ def query_gradient(
     has_words = visits.words is not None
 
     def body(*refs: Any) -> None:
-        q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, order_ref, runs_ref, *refs = refs
-        words_ref, *refs = refs if has_words else (None, *refs)
-        dq_ref, q_smem, d_out_smem, k_smem, v_smem, lse_smem, delta_smem, rows_ready, k_ready, v_ready, k_free, v_free = refs
+        q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, order_ref, runs_ref, *rest = refs
+        words_ref = rest.pop(0) if has_words else None
+        dq_ref, q_smem, d_out_smem, k_smem, v_smem, lse_smem, delta_smem, rows_ready, k_ready, v_ready, k_free, v_free = rest
         warpgroup, index = lax.axis_index("warpgroup"), lax.axis_index("block")
         row = blocks - 1 - rem(div(index, per_table), blocks)
         table = order_ref[div(index, per_table * blocks)]
@@ -58,21 +58,21 @@ def query_gradient(
             plgpu.set_max_registers(tiles.COMPUTE_REGISTERS, action="increase")
             own_q, own_d_out = q_smem.at[warpgroup], d_out_smem.at[warpgroup]
             plgpu.barrier_wait(rows_ready.at[warpgroup])
-            lse = plgpu.load(lse_smem.at[warpgroup], layout=tiles.PER_ROW)
-            delta = plgpu.load(delta_smem.at[warpgroup], layout=tiles.PER_ROW)
+            lse = tiles.load(lse_smem.at[warpgroup], tiles.PER_ROW)
+            delta = tiles.load(delta_smem.at[warpgroup], tiles.PER_ROW)
 
             def step(s: jax.Array, dq: jax.Array, limit: jax.Array | None = None) -> jax.Array:
                 slot = rem(s, DQ_STAGES)
                 plgpu.barrier_wait(k_ready.at[slot])
                 plgpu.barrier_wait(v_ready.at[slot])
 
-                def scores(scores_ref: Any, dp_ref: Any) -> None:
+                def products(scores_ref: Any, dp_ref: Any) -> None:
                     plgpu.wgmma(scores_ref, own_q, k_smem.at[slot].transpose((1, 0)))
                     plgpu.wgmma(dp_ref, own_d_out, v_smem.at[slot].transpose((1, 0)))
                     plgpu.wgmma_wait(0)
                     plgpu.barrier_arrive(v_free.at[slot])
 
-                scores, dp = tiles.accumulate(scores, tiles.zeros(ROWS, BLOCK), tiles.zeros(ROWS, BLOCK))
+                scores, dp = tiles.accumulate(products, tiles.zeros(ROWS, BLOCK), tiles.zeros(ROWS, BLOCK))
                 if limit is not None:
                     scores = tiles.mask(scores, limit)
                 p = jnp.exp2(scores * (scale * LOG2E) - tiles.over_columns(lse, BLOCK))
@@ -148,9 +148,9 @@ def key_gradients(
     has_words = visits.words is not None
 
     def body(*refs: Any) -> None:
-        q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, order_ref, runs_ref, *refs = refs
-        words_ref, *refs = refs if has_words else (None, *refs)
-        dk_ref, dv_ref, k_smem, v_smem, q_smem, d_out_smem, lse_smem, delta_smem, keys_ready, q_ready, d_out_ready, free = refs
+        q_ref, k_ref, v_ref, d_out_ref, lse_ref, delta_ref, order_ref, runs_ref, *rest = refs
+        words_ref = rest.pop(0) if has_words else None
+        dk_ref, dv_ref, k_smem, v_smem, q_smem, d_out_smem, lse_smem, delta_smem, keys_ready, q_ready, d_out_ready, free = rest
         warpgroup, index = lax.axis_index("warpgroup"), order_ref[lax.axis_index("block")]
         block, kv_head = rem(index, blocks), rem(div(index, blocks), kv_heads)
         entry = div(index, blocks * kv_heads)
@@ -169,16 +169,16 @@ def key_gradients(
                 plgpu.barrier_wait(q_ready.at[slot])
                 plgpu.barrier_wait(d_out_ready.at[slot])
 
-                def scores(scores_ref: Any, dp_ref: Any) -> None:
+                def products(scores_ref: Any, dp_ref: Any) -> None:
                     plgpu.wgmma(scores_ref, own_k, q_smem.at[slot].transpose((1, 0)))
                     plgpu.wgmma(dp_ref, own_v, d_out_smem.at[slot].transpose((1, 0)))
                     plgpu.wgmma_wait(0)
 
-                scores, dp = tiles.accumulate(scores, tiles.zeros(ROWS, ROWS), tiles.zeros(ROWS, ROWS))
+                scores, dp = tiles.accumulate(products, tiles.zeros(ROWS, ROWS), tiles.zeros(ROWS, ROWS))
                 if limit is not None:
                     scores = tiles.mask(scores, limit, keys_axis=0)
-                lse = plgpu.load(lse_smem.at[slot], layout=tiles.PER_COLUMN)
-                delta = plgpu.load(delta_smem.at[slot], layout=tiles.PER_COLUMN)
+                lse = tiles.load(lse_smem.at[slot], tiles.PER_COLUMN)
+                delta = tiles.load(delta_smem.at[slot], tiles.PER_COLUMN)
                 p = jnp.exp2(scores * (scale * LOG2E) - tiles.over_rows(lse, ROWS))
                 ds = (p * (dp - tiles.over_rows(delta, ROWS))).astype(q.dtype)
                 p = p.astype(q.dtype)

@@ -35,18 +35,28 @@ def tile(*shape: int, dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=TRANSFORMS)
 
 
-def barriers(*shape: int, arrivals: int = 1) -> Any:
+def barriers(*shape: int, arrivals: int = 1, pair: bool = False) -> Any:
+    """arrivals: until a barrier opens, of warpgroups or copies. pair: of both CUDA blocks of a pair, each with that many arrivals."""
+    if pair:
+        return plgpu.ClusterBarrier(collective_axes=("pair",), num_arrivals=arrivals, num_barriers=shape)
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=shape)
 
 
-def kernel(body: Callable[..., None], *, name: str, blocks: int, out_type: Any, scratch: list[Any]) -> Callable[..., Any]:
-    """A launch of `blocks` CUDA blocks; `body` reads axes "block" and "warpgroup", the last warpgroup being the copying one."""
+def kernel(
+    body: Callable[..., None], *, name: str, blocks: int, out_type: Any, scratch: list[Any], pairs: bool = False
+) -> Callable[..., Any]:
+    """A launch of `blocks` CUDA blocks; `body` reads axes "block" and "warpgroup", the last warpgroup being the copying one.
+
+    pairs: they form clusters of two, which can share copies; "block" then counts pairs, and "pair" is 0 or 1.
+    """
     return plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=scratch,
-        grid=(blocks,),
+        grid=(blocks // 2 if pairs else blocks,),
         grid_names=("block",),
+        cluster=(2,) if pairs else (),
+        cluster_names=("pair",) if pairs else (),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         kernel_name=name,
@@ -55,8 +65,8 @@ def kernel(body: Callable[..., None], *, name: str, blocks: int, out_type: Any, 
 
 
 def tables(visits: Visits) -> tuple[jax.Array, ...]:
-    """A kernel's last inputs: runs, and words as i32 where there are any, since their bit arithmetic is signed there."""
-    return (visits.runs,) if visits.words is None else (visits.runs, lax.bitcast_convert_type(visits.words, jnp.int32))
+    """A kernel's last inputs: runs, and words where there are any."""
+    return (visits.runs,) if visits.words is None else (visits.runs, visits.words)
 
 
 def heaviest_first(work: jax.Array) -> jax.Array:
@@ -89,9 +99,14 @@ def zeros(rows: int, columns: int) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), WGMMA)
 
 
-def accumulate(run: Callable[..., None], *start: jax.Array) -> tuple[jax.Array, ...]:
+def load(ref: Any, layout: Any) -> jax.Array:
+    """Shared memory to registers."""
+    return plgpu.load(ref, layout=layout)  # pyright: ignore[reportCallIssue] (jax 0.10, which this package does not support, wants an index)
+
+
+def accumulate(run: Callable[..., None], *start: jax.Array) -> Any:
     """What the accumulators hold that begin at `start` when run(*accumulators) has added products to them and waited."""
-    return pl.run_state(lambda refs: run(*refs))(tuple(plgpu.ACC.init(x) for x in start))
+    return pl.run_state(lambda refs: run(*refs))(tuple(plgpu.WGMMAAccumulatorRef.init(x) for x in start))
 
 
 def drain(steps: jax.Array, stages: int, *free: Any) -> None:
