@@ -31,8 +31,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from elastic_jax.plan import BlockMask
+from pallas_kernels import device
 from pallas_kernels.triton._compat import CompilerParams, load
-from pallas_kernels.triton.configs import compute_capability
 
 _SUM_BYTES = 2**28  # of float32 sums held at once
 _ONE = 2**30  # units of a query block's whole mass: its c rows sum to c
@@ -90,7 +90,7 @@ def estimate(
     batch, tokens, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     blocks, cells = first_block.shape[1], block_size // stride
-    config = _fit(choose(q.dtype, compute_capability()), blocks * cells, cells, head_dim)
+    config = _fit(choose(q.dtype, device.compute_capability()), blocks * cells, cells, head_dim)
     tile = max(config.row_tile, config.key_tile)
     total_cells = _round_up(blocks * cells, tile)
 

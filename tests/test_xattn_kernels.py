@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elastic_jax.plan import BlockMask
 from elastic_jax.sparsity.xattention import estimate_blocks
-from pallas_kernels import xattn_estimate
+from pallas_kernels import device, xattn_estimate
 from pallas_kernels.triton import _compat
 from pallas_kernels.xattn_estimate import EstimateConfig, smallest_set
 from tests.gpu_lowering import A100, A100_SHARED, H200, lower_cuda, resources, triton_modules
@@ -193,7 +193,7 @@ def lower(shape, dtype, kind):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_lowers_for_cuda(shape, dtype, capability, monkeypatch):
-    monkeypatch.setattr(xattn_estimate, "compute_capability", lambda: capability)
+    monkeypatch.setattr(device, "compute_capability", lambda: capability)
     assert lower(shape, dtype, GPUS[capability][0]).as_text().count("stablehlo.custom_call @__gpu$xla.gpu.triton") == 2
 
 
@@ -201,7 +201,7 @@ def test_lowers_for_cuda(shape, dtype, capability, monkeypatch):
 @pytest.mark.parametrize(("shape", "dtype"), [("128K", "bfloat16"), ("1M", "bfloat16"), ("h64", "bfloat16"), ("blocks of 64", "float32")])
 def test_fits_the_gpu(shape, dtype, capability, monkeypatch):
     pytest.importorskip("triton.compiler", reason="needs the package triton, which compiles without a GPU")
-    monkeypatch.setattr(xattn_estimate, "compute_capability", lambda: capability)
+    monkeypatch.setattr(device, "compute_capability", lambda: capability)
     kind, target = GPUS[capability]
     with triton_modules(monkeypatch) as modules:
         lower(shape, dtype, kind)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from elastic_jax.config import HeadMode
 from elastic_jax.plan import BlockMask, see_blocks
-from pallas_kernels import xattn_estimate
+from pallas_kernels import device, xattn_estimate
 
 EstimateImplementation = Literal["xla", "triton"]
 
@@ -103,11 +103,9 @@ def _choose(implementation: str | None) -> str:
 
 def _triton_obstacle() -> str | None:
     """What the kernels need and this device has not."""
-    abstract = jax.sharding.get_abstract_mesh().abstract_device  # of a program that is lowered for a device that is not here
-    platform = jax.default_backend() if abstract is None else abstract.platform
-    if platform not in ("gpu", "cuda"):
+    if (platform := device.platform()) != "gpu":
         return f"a CUDA GPU, and this is a {platform}"
-    capability = xattn_estimate.compute_capability()
+    capability = device.compute_capability()
     old = capability is not None and int(capability.split(".")[0]) < 8
     return f"compute capability 8.0 or newer, and this device has {capability}" if old else None
 
