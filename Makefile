@@ -1,8 +1,9 @@
 PYTHON ?= python3
+KERNEL_PYTHON ?= python3.12
 BIN := .venv/bin
 RUN := runs/demo
 
-.PHONY: demo test lint
+.PHONY: demo test test-kernels lint
 
 # Trains routers on SmolLM2-135M with documents of about 500 tokens and reports on held-out ones; README.md says what differs from the paper's run.
 demo: .venv/installed
@@ -14,6 +15,11 @@ demo: .venv/installed
 test: .venv/installed-dev
 	$(BIN)/python -m experiments.fetch_assets
 	$(BIN)/python -m pytest -n 2 -m "not gpu"
+
+# Lowering, resources and interpreted runs of the GPU kernels with the JAX of a GPU machine; a GPU is not needed.
+test-kernels: .venv-kernels/installed
+	.venv-kernels/bin/python -m pytest -n 2 -m "not gpu" tests/test_kernels_mosaic.py tests/test_kernels_triton.py tests/test_kernels_triton_lowering.py \
+		tests/test_xattn_kernels.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .
@@ -27,4 +33,9 @@ lint: .venv/installed-dev
 
 .venv/installed-dev: .venv/installed requirements-dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@
+
+.venv-kernels/installed: requirements.txt requirements-kernels.txt
+	$(KERNEL_PYTHON) -m venv .venv-kernels
+	.venv-kernels/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-kernels.txt
 	touch $@

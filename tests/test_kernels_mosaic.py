@@ -12,7 +12,7 @@ from tests.kernel_cases import NAMES, Case, assert_agrees, assert_same_bits, att
 from tests.tolerances import assert_close
 
 if jax.__version_info__ < (0, 11):
-    pytest.skip("the kernels need jax 0.11; `make test-hopper` runs these tests with it", allow_module_level=True)
+    pytest.skip("the kernels need jax 0.11; `make test-kernels` runs these tests with it", allow_module_level=True)
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
