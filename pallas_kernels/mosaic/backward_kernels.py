@@ -93,7 +93,7 @@ def query_gradient(
             own_q[...] = (dq * scale).astype(q.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(own_q, dq_ref.at[entry, pl.ds(row * BLOCK + warpgroup * ROWS, ROWS), head])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(warpgroup == WARPGROUPS)
         def _copy() -> None:
@@ -207,7 +207,7 @@ def key_gradients(
             at = (entry, pl.ds(block * BLOCK + warpgroup * ROWS, ROWS), kv_head)
             plgpu.copy_smem_to_gmem(own_k, dk_ref.at[at])
             plgpu.copy_smem_to_gmem(own_v, dv_ref.at[at])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(warpgroup == WARPGROUPS)
         def _copy() -> None:

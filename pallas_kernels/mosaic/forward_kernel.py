@@ -132,7 +132,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, visits: Visits, lengths: ja
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(own_q, out_ref.at[entry, pl.ds(begin, ROWS), head])
             plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ref.at[entry, head, pl.ds(begin, ROWS)])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             pl.when(warpgroup == 0)(lambda: plgpu.barrier_wait(turn.at[0]))  # the turn that warpgroup 1 gave away last
 
         @pl.when(warpgroup == WARPGROUPS)
