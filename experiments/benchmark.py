@@ -1,4 +1,4 @@
-"""Benchmarks: one JSON line per case on standard output, with versions and device; with --out also in a file, with a plot beside it.
+"""Benchmarks: one JSON line per case on standard output, with versions and device; with --out also in a file, with a table and a plot beside it.
 
 python -m experiments.benchmark --what=attention --tokens=16384 --sparse_shares=0,0.875 --implementations=mosaic,triton,cudnn_jax
 python -m experiments.benchmark --what=train_step --tokens=1024
@@ -21,7 +21,7 @@ from experiments.bench import attention, report, router, train_step, xattn
 from experiments.common import define_model_flags, errors_in_one_line, load_elastic_model, model_settings
 from pallas_kernels.shapes import SHAPES
 
-_WHATS = ["attention", "dispatch", "backward", "xattn", "router", "train_step", "plot"]
+_WHATS = ["attention", "dispatch", "backward", "xattn", "router", "train_step", "report"]
 
 
 def main(argv: list[str]) -> None:
@@ -33,14 +33,14 @@ def main(argv: list[str]) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with errors_in_one_line():
         folder = Path(values.out) if values.out else None
-        if values.what == "plot":
+        if values.what == "report":
             if folder is None or not (files := sorted(folder.glob("*.jsonl"))):
-                raise ValueError(f"--out={values.out}: --what=plot needs a folder with the .jsonl files of earlier runs")
+                raise ValueError(f"--out={values.out}: --what=report needs a folder with the .jsonl files of earlier runs")
         else:
             files = [folder / f"{values.what}.jsonl"] if folder is not None else []
             report.write(_records(values.what), files[0] if files else None)
         for file in files:
-            if path := report.plot(file):
+            for path in filter(None, (report.table(file), report.plot(file))):
                 print(f"wrote {path}", file=sys.stderr)
 
 
@@ -102,7 +102,7 @@ def _options(text: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     define_model_flags()
-    flags.DEFINE_enum("what", None, _WHATS, "What to time; `plot` only draws the files of --out again.", required=True)
+    flags.DEFINE_enum("what", None, _WHATS, "What to time; `report` writes table and plot of the files of --out again.", required=True)
     flags.DEFINE_enum("shape", "qwen3_4b", list(SHAPES), "Model whose heads the kernels get (all but train_step, which takes --model).")
     flags.DEFINE_list("tokens", None, "Sequence lengths (default: of each benchmark its own).")
     flags.DEFINE_list("sparse_shares", None, "Shares of KV heads that stream: attention, dispatch, backward.")
@@ -110,5 +110,5 @@ if __name__ == "__main__":
     flags.DEFINE_list("xattn_inputs", list(xattn.INPUTS), "Queries and keys of xattn: random, demo (a layer of the demo model).")
     flags.DEFINE_string("flex_options", None, "FlexAttention's kernel_options as JSON (default: the best of a few, tried at 16K tokens).")
     flags.DEFINE_integer("samples", 5, "Timed samples of each case.", lower_bound=1)
-    flags.DEFINE_string("out", None, "Folder that gets the lines too (appended to WHAT.jsonl) and the plot (WHAT.png).")
+    flags.DEFINE_string("out", None, "Folder that gets the lines too (appended to WHAT.jsonl) a table (WHAT.md) and a plot (WHAT.png).")
     app.run(main)

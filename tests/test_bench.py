@@ -266,6 +266,28 @@ def test_lines_of_the_same_case_replace_each_other_and_reasons_draw_nothing(tmp_
     assert report.plot(file) == tmp_path / "dispatch.png"
 
 
+def test_table_has_times_ratios_and_shares_of_the_ideal(tmp_path):
+    file = tmp_path / "attention.jsonl"
+    line = dict(shape="s", dtype="d", block_size=1, sink_blocks=1, local_blocks=1, device="x", direction="forward", dense=False, tokens=8)
+    line |= {"ours": "xla", "jax": "1", "torch": "2", "triton": "3", "cudnn": "4"}
+    measured = [
+        ("xla", 0.0, 4.0, 1.0, 1.0),
+        ("flex_torch", 0.0, 6.0, 1.5, 1.0),
+        ("xla", 0.5, 2.5, 1.0, 0.5),
+        ("flex_torch", 0.5, 10.0, 4.0, 0.5),
+    ]
+    names = ("implementation", "sparse_share", "median_ms", "times_ours", "visited_share")
+    file.write_text("".join(json.dumps(line | dict(zip(names, values))) + "\n" for values in measured))
+    text = report.table(file).read_text().splitlines()
+    assert text[0].startswith("shape s, dtype d")
+    assert text[2:] == [
+        "| direction | tokens | sparse share | xla | flex_torch |",
+        "|---|---|---|---|---|",
+        "| forward | 8 | 0 | 4 | 6 (1.50) |",
+        "| forward | 8 | 0.5 | 2.5 (80 %) | 10 (4.00) |",
+    ]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

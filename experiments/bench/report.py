@@ -1,4 +1,4 @@
-"""JSON lines of records, on standard output and in a folder, and the plot of what the folder holds."""
+"""JSON lines of records, on standard output and in a folder; a table and a plot of what the folder holds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from experiments.bench.implementations import SERIAL
+from experiments.bench.implementations import NAMES, SERIAL
 
 # What two lines of one plot must share; and what makes a later line of a file replace an earlier one.
 _SETTING = ("shape", "dtype", "block_size", "sink_blocks", "local_blocks", "device")
@@ -34,7 +34,7 @@ def write(records: Iterable[dict[str, Any]], file: Path | None) -> None:
     """Prints each record as it comes and appends it to `file`, so that an interrupted run keeps what it measured."""
     common = about()
     for record in records:
-        line = json.dumps(record | common)
+        line = json.dumps(record | peak_memory() | common)
         print(line, flush=True)
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -93,6 +93,41 @@ def plot(file: Path) -> Path | None:
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return path
+
+
+def table(file: Path) -> Path | None:
+    """Writes what `attention`, `dispatch` and `backward` measured as a Markdown table beside `file`: a row for each length and share, a
+    column for each implementation: median milliseconds, and in brackets how many times ours that is, or for ours itself the share of
+    the ideal, which is our dense time times the share of visited pairs. None where there is nothing to write."""
+    records = [r for r in read(file) if "sparse_share" in r]
+    records = [r for r in records if all(r[key] == records[-1][key] for key in _SETTING)]
+    if not records:
+        return None
+    cells = {(r["direction"], r["tokens"], r["sparse_share"], r["implementation"]): r for r in records}
+    rows = sorted({key[:3] for key in cells})
+    columns = [name for name in NAMES if any(key[3] == name for key in cells)]
+    setting = ", ".join(f"{key} {records[-1][key]}" for key in (*_SETTING, "jax", "torch", "triton", "cudnn"))
+    lines = [setting, "", "| direction | tokens | sparse share | " + " | ".join(columns) + " |", "|---" * (3 + len(columns)) + "|"]
+    for row in rows:
+        texts = []
+        for name in columns:
+            record, dense = cells.get((*row, name)), cells.get((*row[:2], 0.0, name))
+            text = "" if record is None else f"{record['median_ms']:.4g}"
+            if record is not None and record.get("ours", name) != name:
+                text += f" ({record['times_ours']:.2f})"
+            elif record is not None and dense not in (None, record):
+                text += f" ({100 * dense['median_ms'] * record['visited_share'] / record['median_ms']:.0f} %)"
+            texts.append(text)
+        lines.append(f"| {row[0]} | {row[1]:,} | {row[2]:g} | " + " | ".join(texts) + " |")
+    path = file.with_suffix(".md")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def peak_memory() -> dict[str, float]:
+    """{"peak_gib": the most memory that JAX has held on the first device so far}; {} where the device does not count it."""
+    statistics = jax.devices()[0].memory_stats() or {}
+    return {"peak_gib": round(statistics["peak_bytes_in_use"] / 2**30, 2)} if "peak_bytes_in_use" in statistics else {}
 
 
 def _version(package: str) -> str | None:
