@@ -1,4 +1,4 @@
-"""Benchmarks: one JSON line per case on standard output, with versions and device; with --out also in a file, with a table and a plot beside it.
+"""Benchmarks: one JSON line per case on standard output, with versions and device; with --out also files: lines, a table and a plot.
 
 python -m experiments.benchmark --what=attention --tokens=16384 --sparse_shares=0,0.875 --implementations=mosaic,triton,cudnn_jax
 python -m experiments.benchmark --what=train_step --tokens=1024
