@@ -22,7 +22,13 @@ from pallas_kernels.api import Implementation, mixed_head_attention, mixed_head_
 # (log-sum-exp, decisions and XAttention's selected blocks): under the decoder's SAVE_ATTENTION no kernel runs a second time.
 
 # Who asks for attention in plain JAX gets XAttention in plain JAX; both kinds of kernels use the one that estimates.
-_ESTIMATES: dict[Implementation, EstimateImplementation] = {"reference": "xla", "xla": "xla", "triton": "triton", "mosaic": "triton"}
+_ESTIMATES: dict[Implementation, EstimateImplementation] = {
+    "reference": "xla",
+    "xla": "xla",
+    "triton": "triton",
+    "mosaic": "triton",
+    "jax_triton": "triton",
+}
 
 
 def routed_attention(

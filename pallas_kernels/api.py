@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import logging
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, cast, get_args
@@ -18,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from elastic_jax.plan import BlockMask, HeadPlan
 from pallas_kernels import device, reference, triton, xla
 
-Implementation = Literal["reference", "xla", "triton", "mosaic"]
+Implementation = Literal["reference", "xla", "triton", "mosaic", "jax_triton"]
 
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
@@ -53,7 +54,7 @@ class _Kernel(Protocol):
 
 
 _KERNELS = {"reference": cast(_Kernel, reference), "xla": cast(_Kernel, xla), "triton": cast(_Kernel, triton)}
-_HEAD_DIMS = (64, 128)  # of triton and mosaic
+_HEAD_DIMS = (64, 128)  # of triton, mosaic and jax_triton
 
 
 def mixed_head_attention(
@@ -82,7 +83,8 @@ def mixed_head_attention(
       scale: factor of the scores, None: H ** -0.5.
       implementation: None is the best for the device and the call: on CUDA GPUs "mosaic" where it can, else "triton" where it can; "xla"
         in all other cases. "mosaic" needs compute capability 9.0 (Hopper), jax 0.11, 16-bit inputs, H up to 128 and blocks of 128;
-        "triton" needs compute capability 8.0 (Ampere) or newer and H up to 128.
+        "triton" needs compute capability 8.0 (Ampere) or newer and H up to 128; "jax_triton", which None never picks, the same and the
+        packages of requirements-triton.txt.
 
     Returns:
       (out [B, T, N, H] in q's dtype, lse f32[B, T, N]); rows that see no key, such as padding, hold 0 and -inf.
@@ -146,9 +148,11 @@ def _obstacle(name: str, q: jax.Array, plan: HeadPlan) -> str | None:
     capability = device.compute_capability()
     if q.shape[-1] > _HEAD_DIMS[-1]:
         return f"a head dim up to {_HEAD_DIMS[-1]}, and q has {q.shape[-1]}"
-    if name == "triton":
-        old = capability is not None and int(capability.split(".")[0]) < 8
-        return f"compute capability 8.0 or newer, and this device has {capability}" if old else None
+    if name in ("triton", "jax_triton"):
+        if capability is not None and int(capability.split(".")[0]) < 8:
+            return f"compute capability 8.0 or newer, and this device has {capability}"
+        missing = [p for p in ("jax_triton", "triton") if name == "jax_triton" and importlib.util.find_spec(p) is None]
+        return f"the package {missing[0]} (pip install -r requirements-triton.txt), which is not installed" if missing else None
     if jax.__version_info__ < (0, 11):
         return f"jax 0.11 or newer, and this is {jax.__version__}"
     if capability is None or not capability.startswith("9."):
@@ -165,6 +169,10 @@ def _kernel(static: _Static) -> _Kernel:
         from pallas_kernels import mosaic  # not at the top: older versions of JAX cannot import it
 
         return cast(_Kernel, mosaic)
+    if static.implementation == "jax_triton":
+        from pallas_kernels import jax_triton  # not at the top: it imports triton, which requirements.txt leaves out
+
+        return cast(_Kernel, jax_triton)
     return _KERNELS[static.implementation]
 
 

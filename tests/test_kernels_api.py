@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import logging
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,7 @@ BAD = {
     "lengths_shape": ({"lengths": jnp.zeros((3,), jnp.int32)}, r"lengths has shape \(3,\): accepted is \(2,\)"),
     "lengths_dtype": ({"lengths": jnp.zeros((2,))}, "lengths has dtype float32"),
     "first_block_shape": ({"first_block": jnp.zeros((2, 3), jnp.int32)}, r"first_block has shape \(2, 3\): accepted is \(2, 4\)"),
-    "implementation": ({"implementation": "cuda"}, "implementation='cuda': accepted are None, reference, xla, triton, mosaic"),
+    "implementation": ({"implementation": "cuda"}, "implementation='cuda': accepted are None, reference, xla, triton, mosaic, jax_triton"),
 }
 
 
@@ -65,7 +66,7 @@ def on_a_gpu(monkeypatch, capability, version=(0, 11, 2)):
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="on a GPU they run")
-@pytest.mark.parametrize("name", ["triton", "mosaic"])
+@pytest.mark.parametrize("name", ["triton", "mosaic", "jax_triton"])
 def test_gpu_implementations_refuse_a_cpu(name):
     with pytest.raises(NotImplementedError, match=f"'{name}' needs a CUDA GPU, and this is a cpu; accepted .* None, reference, xla"):
         call(implementation=name)
@@ -79,6 +80,7 @@ OBSTACLES = {
     "block_size": ("mosaic", {**HALF, **plan(block_size=64)}, ("9.0",), "plan.block_size=128, and it is 64"),
     "head_dim": ("triton", {"q": jnp.zeros((1, 64, 2, 136))}, ("8.0",), "a head dim up to 128, and q has 136"),
     "old": ("triton", {}, ("7.5",), "compute capability 8.0 or newer, and this device has 7.5"),
+    "package": ("jax_triton", {}, ("8.0",), r"the package jax_triton \(pip install -r requirements-triton.txt\), which is not installed"),
 }
 
 
@@ -86,6 +88,7 @@ OBSTACLES = {
 def test_says_what_an_implementation_needs(name, monkeypatch):
     implementation, changes, gpu, message = OBSTACLES[name]
     on_a_gpu(monkeypatch, *gpu)
+    monkeypatch.setitem(sys.modules, "jax_triton", None)
     arguments = {"q": X.q, "plan": X.plan, **changes}
     with pytest.raises(NotImplementedError, match=message):
         api._static(arguments["q"], arguments["plan"], None, implementation)

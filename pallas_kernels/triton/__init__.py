@@ -13,6 +13,7 @@ import jax
 from elastic_jax.plan import HeadPlan
 from pallas_kernels import device
 from pallas_kernels.triton import backward_kernels, configs, forward_kernel
+from pallas_kernels.triton_common import Kernel, TritonConfig, row_statistics
 from pallas_kernels.visits import key_visits, query_visits
 
 
@@ -50,7 +51,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`api._Kernel.backward`. interpret: as in `forward`."""
     query_blocks = q.shape[1] // plan.block_size
-    lse2, delta = backward_kernels.row_statistics(out, lse, d_out, lengths, k.shape[1])
+    lse2, delta = row_statistics(out, lse, d_out, lengths, k.shape[1])
     d_out = d_out.astype(q.dtype)
     by_query, by_key = (f(plan, lengths, first_block, query_blocks) for f in (query_visits, key_visits))
     shared: dict[str, Any] = {"scale": scale, "block_size": plan.block_size, "interpret": interpret}
@@ -59,7 +60,7 @@ def backward(
     return dq, dk, dv
 
 
-def _config(kernel: configs.Kernel, q: jax.Array, plan: HeadPlan) -> configs.TritonConfig:
+def _config(kernel: Kernel, q: jax.Array, plan: HeadPlan) -> TritonConfig:
     return configs.choose(
         kernel,
         head_dim=q.shape[-1],

@@ -1,9 +1,8 @@
 """The backward kernels: dQ by tiles of queries, dK and dV by tiles of keys. Every sum stays inside one program, so there are no atomics
 and two runs give the same bits.
 
-Both compute the probabilities again from q, k and the log-sum-exp, p = exp2(scale log2(e) q k - lse2), and need per query row:
-    lse2   the log-sum-exp in base 2, +inf where a row sees nothing, which makes its p zero
-    delta  sum(out * d_out), the same as sum(p * dp)
+Both compute the probabilities again from q, k and the log-sum-exp, p = exp2(scale log2(e) q k - lse2), and need lse2 and delta
+of `triton_common.row_statistics`.
 """
 
 from __future__ import annotations
@@ -16,19 +15,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.triton._compat import CompilerParams
-from pallas_kernels.triton.configs import TritonConfig
-from pallas_kernels.triton.forward_kernel import LOG2_E, QueryProgram, dot, heavy_first
+from pallas_kernels.triton.forward_kernel import QueryProgram, dot
 from pallas_kernels.triton.walk import Row
+from pallas_kernels.triton_common import LOG2_E, TritonConfig, heavy_first
 from pallas_kernels.visits import Visits
-
-
-def row_statistics(out: jax.Array, lse: jax.Array, d_out: jax.Array, lengths: jax.Array, num_keys: int) -> tuple[jax.Array, jax.Array]:
-    """(lse2, delta), f32[B, N, T]: tokens are last, since dK/dV reads runs of them in every step."""
-    queries = lse.shape[1]
-    inside = (jnp.arange(num_keys - queries, num_keys) < lengths[:, None])[:, :, None]
-    lse2 = jnp.where(inside & ~jnp.isneginf(lse), lse * LOG2_E, jnp.inf)
-    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=-1)
-    return lse2.swapaxes(1, 2), delta.swapaxes(1, 2)
 
 
 def query_gradient(

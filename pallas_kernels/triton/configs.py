@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 
-Kernel = Literal["forward", "dq", "dkv"]
-
-
-@dataclasses.dataclass(frozen=True)
-class TritonConfig:
-    """query_tile, key_tile: tokens, powers of two that divide a plan's block. num_warps, num_stages: as Triton means them."""
-
-    query_tile: int
-    key_tile: int
-    num_warps: int
-    num_stages: int
-
+from pallas_kernels.triton_common import Kernel, TritonConfig
 
 # What every GPU from Ampere on can run: at most 99 KiB of shared memory, the limit of compute capabilities 8.6, 8.9 and 12.0 (8.0 has
 # 163), and no register spills inside loops on 8.0. Chosen by these two, not by speed: no Ampere GPU was at hand.

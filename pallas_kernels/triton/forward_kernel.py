@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import jax
@@ -11,11 +10,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.triton._compat import CompilerParams
-from pallas_kernels.triton.configs import TritonConfig
 from pallas_kernels.triton.walk import Row
+from pallas_kernels.triton_common import LOG2_E, TritonConfig, heavy_first
 from pallas_kernels.visits import Visits
-
-LOG2_E = math.log2(math.e)
 
 
 def attend(
@@ -118,12 +115,6 @@ class QueryProgram:
         parts = jnp.where(block == self.diagonal, reached, self.block_size // key_tile)
         parts = jnp.where(row.count > 0, parts, 0)
         return jax.lax.fori_loop(0, parts, lambda part, carry: step(block, part, carry, masked=True), carry)
-
-
-def heavy_first(visits: Visits, batch: int, kv_heads: int) -> jax.Array:
-    """i32[B * K], the pairs (entry, KV head) by descending number of visited blocks."""
-    work = jnp.sum(visits.runs[..., 3].reshape(batch * kv_heads, -1), axis=1)
-    return jnp.argsort(-work).astype(jnp.int32)
 
 
 def dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
