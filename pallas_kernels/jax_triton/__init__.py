@@ -127,12 +127,14 @@ def _call(
     from jax_triton import triton_call  # pyright: ignore[reportAttributeAccessIssue]
 
     capability = device.compute_capability()
-    # The parameter's name from jax-triton 0.4 on, and before.
-    outputs_name = "out_type" if "out_type" in inspect.signature(triton_call).parameters else "out_shape"
+    # From jax-triton 0.4 on, and before, where products and the sums that follow them are fused in any case.
+    parameters = {"out_type": outputs, "backend_options": {"enable_fp_fusion": True}}
+    if "out_type" not in inspect.signature(triton_call).parameters:
+        parameters = {"out_shape": outputs}
     return triton_call(
         *arrays,
         kernel=kernel,
-        **{outputs_name: outputs},
+        **parameters,
         grid=(programs,),
         name=f"mixed_head_attention_{kernel.__name__}",
         num_warps=config.num_warps,
