@@ -61,7 +61,8 @@ class HeadPlan:
     """How every KV head of one layer attends. Entries of the batch, and documents packed in one entry, may differ.
 
     Attributes:
-      mode: i8[B, K], or i8[B, J, K] with one row per key-side block (so a suffix of queries reads the same table). Values of `HeadMode`.
+      mode: i8[B, K], or i8[B, J, K] with one row per key-side block (so a suffix of queries reads the same table), equal rows for all
+        blocks of a document. Values of `HeadMode`.
       blocks: what BLOCK_SPARSE heads see, its Q axis key-side as well (Q = J); without it such a head sees nothing.
       sink_blocks: first blocks of a document that STREAMING heads see.
       local_blocks: last blocks that STREAMING heads see, the diagonal block included.

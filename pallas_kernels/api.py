@@ -7,26 +7,25 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import logging
-from collections.abc import Sequence
 from typing import Any, Literal, Protocol, cast, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from elastic_jax.plan import BlockMask, HeadPlan
-from pallas_kernels import device, reference, triton, xla
+from elastic_jax.plan import HeadPlan
+from pallas_kernels import device, reference, xla
+from pallas_kernels.checks import check, expect
 
 Implementation = Literal["reference", "xla", "triton", "mosaic", "jax_triton"]
-
-_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 class _Kernel(Protocol):
     """What an implementation offers. It may assume: T and S are whole blocks and the queries the last of them, `plan.mode` is i8[B, J, K],
-    bitmaps are u32[B, K or N, J, W], `lengths` is i32[B] <= S, `first_block` is i32[B, J], and q, k, v are finite beyond `lengths`.
+    bitmaps are u32[B, K or N, J, W], `lengths` is i32[B] <= S, `first_block` is i32[B, J], and all other arrays are zero beyond `lengths`.
     """
 
     def forward(
@@ -53,7 +52,7 @@ class _Kernel(Protocol):
         ...
 
 
-_KERNELS = {"reference": cast(_Kernel, reference), "xla": cast(_Kernel, xla), "triton": cast(_Kernel, triton)}
+_KERNELS = {"reference": cast(_Kernel, reference), "xla": cast(_Kernel, xla)}
 _HEAD_DIMS = (64, 128)  # of triton, mosaic and jax_triton
 
 
@@ -79,7 +78,7 @@ def mixed_head_attention(
       plan: the mode of each head. Its tables count key-side blocks, J = ceil(S / block_size): mode i8[B, K] or i8[B, J, K], bitmap
         u32[B, K or N, J, ceil(J / 32)].
       lengths: i32[B], valid positions of each entry. What lies beyond is padding and may hold anything, NaN included. None: S.
-      first_block: i32[B, J], the block where each block's document begins. None: one document per entry.
+      first_block: i32[B, J], the block where each block's document begins, never decreasing along J. None: one document per entry.
       scale: factor of the scores, None: H ** -0.5.
       implementation: None is the best for the device and the call: on CUDA GPUs "mosaic" where it can, else "triton" where it can; "xla"
         in all other cases. "mosaic" needs compute capability 9.0 (Hopper), jax 0.11, 16-bit inputs, H up to 128 and blocks of 128;
@@ -90,10 +89,11 @@ def mixed_head_attention(
       (out [B, T, N, H] in q's dtype, lse f32[B, T, N]); rows that see no key, such as padding, hold 0 and -inf.
 
     Raises:
-      ValueError: an argument does not fit the others; the text names it, its value and what is accepted.
+      ValueError: an argument does not fit the others; the text names it, its value and what is accepted. Values inside the plan, of
+        lengths and of first_block are checked where they are known, which under jit they are not: lengths above S then count as S.
       NotImplementedError: the implementation asked for cannot run the call on this device or with this JAX; the text says why.
     """
-    _check(q, k, v, plan, lengths, first_block, scale)
+    check(q, k, v, plan, lengths, first_block, scale)
     return _attend(_static(q, plan, scale, implementation), q, k, v, plan, lengths, first_block)
 
 
@@ -116,9 +116,9 @@ def mixed_head_attention_backward(
     `out` and `lse` are what the forward pass returned for this plan, row by row: they may be selected from passes with other plans.
     `d_out` is out's cotangent. Everything else, and what is raised, as in `mixed_head_attention`.
     """
-    _check(q, k, v, plan, lengths, first_block, scale)
+    check(q, k, v, plan, lengths, first_block, scale)
     for name, x, shape in (("out", out, q.shape), ("lse", lse, q.shape[:3]), ("d_out", d_out, q.shape)):
-        _expect(name, x.shape, [shape])
+        expect(name, x.shape, [shape])
     return _backward(_static(q, plan, scale, implementation), q, k, v, out, lse, d_out, plan, lengths, first_block)
 
 
@@ -143,20 +143,20 @@ def _obstacle(name: str, q: jax.Array, plan: HeadPlan) -> str | None:
     """What keeps an implementation from doing a call, with the value that is in the way; None where nothing does."""
     if name in ("reference", "xla"):
         return None
-    if (platform := device.platform()) != "gpu":
-        return f"a CUDA GPU, and this is a {platform}"
-    capability = device.compute_capability()
+    if (obstacle := device.cuda_obstacle()) is not None:
+        return obstacle
     if q.shape[-1] > _HEAD_DIMS[-1]:
         return f"a head dim up to {_HEAD_DIMS[-1]}, and q has {q.shape[-1]}"
-    if name in ("triton", "jax_triton"):
-        if capability is not None and int(capability.split(".")[0]) < 8:
-            return f"compute capability 8.0 or newer, and this device has {capability}"
-        missing = [p for p in ("jax_triton", "triton") if name == "jax_triton" and importlib.util.find_spec(p) is None]
+    if name == "jax_triton":
+        missing = [package for package in ("jax_triton", "triton") if importlib.util.find_spec(package) is None]
         return f"the package {missing[0]} (pip install -r requirements-triton.txt), which is not installed" if missing else None
+    if name == "triton":
+        return None
     if jax.__version_info__ < (0, 11):
         return f"jax 0.11 or newer, and this is {jax.__version__}"
-    if capability is None or not capability.startswith("9."):
-        return f"compute capability 9.0, and this device has {capability}"
+    if (capability := device.compute_capability()) is None or capability[0] != 9:
+        known = "one that is not known" if capability is None else ".".join(map(str, capability))
+        return f"compute capability 9.0, and this device has {known}"
     if q.dtype == jnp.float32:
         return "bfloat16 or float16 inputs, and q is float32"
     if plan.block_size != 128:
@@ -165,15 +165,10 @@ def _obstacle(name: str, q: jax.Array, plan: HeadPlan) -> str | None:
 
 
 def _kernel(static: _Static) -> _Kernel:
-    if static.implementation == "mosaic":
-        from pallas_kernels import mosaic  # not at the top: older versions of JAX cannot import it
-
-        return cast(_Kernel, mosaic)
-    if static.implementation == "jax_triton":
-        from pallas_kernels import jax_triton  # not at the top: it imports triton, which requirements.txt leaves out
-
-        return cast(_Kernel, jax_triton)
-    return _KERNELS[static.implementation]
+    if static.implementation in _KERNELS:
+        return _KERNELS[static.implementation]
+    # Not at the top: each needs what some supported version or installation of JAX has not.
+    return cast(_Kernel, importlib.import_module(f"pallas_kernels.{static.implementation}"))
 
 
 @functools.cache
@@ -262,52 +257,3 @@ class _Padding:
         if front or self.back:
             x = jnp.pad(x, [(0, 0), (front, self.back)] + [(0, 0)] * (x.ndim - 2))
         return x
-
-
-def _expect(name: str, shape: tuple[int, ...], accepted: Sequence[tuple[int, ...]]) -> None:
-    if shape not in accepted:
-        raise ValueError(f"{name} has shape {shape}: accepted is {' or '.join(map(str, accepted))}")
-
-
-def _check(
-    q: jax.Array, k: jax.Array, v: jax.Array, plan: HeadPlan, lengths: jax.Array | None, first_block: jax.Array | None, scale: float | None
-) -> None:
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(f"{name} has shape {x.shape}: accepted are arrays of rank 4, [batch, tokens, heads, head dim]")
-        if x.dtype not in _DTYPES or x.dtype != q.dtype:
-            accepted = ", ".join(jnp.dtype(d).name for d in _DTYPES)
-            raise ValueError(f"{name} has dtype {x.dtype}: accepted are {accepted}, the same for q, k and v")
-    batch, queries, heads, dim = q.shape
-    keys, kv_heads = k.shape[1:3]
-    if k.shape != (batch, keys, kv_heads, dim) or keys < queries or not queries or not kv_heads or heads % kv_heads:
-        raise ValueError(
-            f"k has shape {k.shape}: for q of shape {q.shape} accepted is (B, S, K, H) with B={batch}, S >= {queries} >= 1, "
-            f"K a divisor of {heads}, H={dim}"
-        )
-    _expect("v", v.shape, [k.shape])
-    if scale is not None and not scale > 0:
-        raise ValueError(f"scale={scale}: accepted are None and numbers above 0")
-    if plan.block_size < 16 or plan.block_size & (plan.block_size - 1):
-        raise ValueError(f"plan.block_size={plan.block_size}: accepted are powers of two from 16")
-    if plan.sink_blocks < 0 or plan.local_blocks < 1:
-        raise ValueError(
-            f"plan.sink_blocks={plan.sink_blocks}, plan.local_blocks={plan.local_blocks}: accepted are 0 and more, and 1 and more"
-        )
-    blocks = -(-keys // plan.block_size)
-    _expect("plan.mode", plan.mode.shape, [(batch, kv_heads), (batch, blocks, kv_heads)])
-    _expect_integers("plan.mode", plan.mode)
-    if plan.blocks is not None:
-        words = -(-blocks // BlockMask.WORD)
-        _expect("plan.blocks.bitmap", plan.blocks.bitmap.shape, [(batch, h, blocks, words) for h in (kv_heads, heads)])
-        if plan.blocks.bitmap.dtype != jnp.uint32:
-            raise ValueError(f"plan.blocks.bitmap has dtype {plan.blocks.bitmap.dtype}: accepted is uint32")
-    for name, x, shape in (("lengths", lengths, (batch,)), ("first_block", first_block, (batch, blocks))):
-        if x is not None:
-            _expect(name, x.shape, [shape])
-            _expect_integers(name, x)
-
-
-def _expect_integers(name: str, x: jax.Array) -> None:
-    if not jnp.issubdtype(x.dtype, jnp.integer):
-        raise ValueError(f"{name} has dtype {x.dtype}: accepted are integers")

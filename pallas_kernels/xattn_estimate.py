@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -32,11 +31,11 @@ from jax.experimental import pallas as pl
 
 from elastic_jax.plan import BlockMask
 from pallas_kernels import device
+from pallas_kernels.common import LOG2_E
 from pallas_kernels.triton._compat import CompilerParams, load
 
 _SUM_BYTES = 2**28  # of float32 sums held at once
 _ONE = 2**30  # units of a query block's whole mass: its c rows sum to c
-_LOG2_E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +49,11 @@ class EstimateConfig:
     num_stages: int
 
 
-def choose(dtype: Any, capability: str | None) -> EstimateConfig:
-    """capability: such as "9.0", None where it is unknown."""
+def choose(dtype: Any, capability: tuple[int, int] | None) -> EstimateConfig:
+    """capability: such as (9, 0), None where it is unknown."""
     if dtype == jnp.float32:
         return EstimateConfig(64, 64, 32, 4, 2)  # exact products do not run on tensor cores
-    if capability == "9.0":
+    if capability == (9, 0):
         return EstimateConfig(128, 256, 64, 8, 3)
     return EstimateConfig(128, 128, 64, 8, 3)  # 96 KiB of shared memory: every GPU from Ampere on has it
 
@@ -75,18 +74,11 @@ def estimate(
 
     Args:
       q: [B, T, N, H], k: [B, T, K, H], one of bfloat16, float16, float32 (whose products are exact).
+      block_size, stride: powers of two, with at most 256 cells per block.
       first_block: i32[B, Q], non-decreasing. valid: bool[B, T], None: all are. needed: bool[B, K].
       threshold: in (0, 1).
       interpret: run the kernels' operations as JAX's, on any device, for tests.
-
-    Raises:
-      ValueError: block_size or stride is not a power of two, or a block has more than 256 cells.
     """
-    if block_size & (block_size - 1) or stride & (stride - 1) or block_size // stride > 256:
-        raise ValueError(
-            f"block_size={block_size}, stride={stride}: the GPU kernels accept powers of two with at most 256 cells per block; "
-            "implementation='xla' takes any"
-        )
     batch, tokens, heads, head_dim = q.shape
     kv_heads = k.shape[2]
     blocks, cells = first_block.shape[1], block_size // stride
@@ -120,7 +112,7 @@ def estimate(
         """i32[B, N, rows / c, J / 32]: the words of one run of rows."""
         offset = (index * rows)[None]
         sums, peaks = pl.pallas_call(
-            functools.partial(_sum_kernel, factor=head_dim**-0.5 / stride * _LOG2_E, cells=cells, config=config),
+            functools.partial(_sum_kernel, factor=head_dim**-0.5 / stride * LOG2_E, cells=cells, config=config),
             grid=sum_grid,
             out_shape=(
                 jax.ShapeDtypeStruct((batch, heads, rows, key_tiles, per_tile), jnp.float32),

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from elastic_jax.plan import BlockMask, HeadPlan, see_blocks
+from pallas_kernels import device
 
 # Tokens of a tile. CPU: of 128, 256 and 512, 256 was the fastest forward + backward, full and streaming (2 EPYC cores, 8K tokens, 9/3
 # heads, H=64, float32); forward alone full heads were 1.3 times faster with 512. Elsewhere a step is several kernel launches, so steps
@@ -52,7 +53,7 @@ class _Tiling:
     def of(cls, q: jax.Array, k: jax.Array, plan: HeadPlan) -> _Tiling:
         # A CPU multiplies float32 as fast as bfloat16 and walks heads one by one, each with its own tiles. Elsewhere the operands stay
         # narrow for the tensor cores, and all KV heads of an entry share a step.
-        cpu = jax.default_backend() == "cpu"
+        cpu = device.platform() == "cpu"
         tile = _CPU_TILE if cpu else _DEVICE_TILE
         rows, cols = (max(plan.block_size, min(tile, x.shape[1]) // plan.block_size * plan.block_size) for x in (q, k))
         return cls(

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import api
-from pallas_kernels.triton_common import TritonConfig
+from pallas_kernels.common import TritonConfig
 from tests.kernel_cases import CASES as SHARED
 from tests.kernel_cases import Case, inputs, run
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import logging
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -74,13 +75,13 @@ def test_gpu_implementations_refuse_a_cpu(name):
 
 HALF = {name: getattr(X, name).astype(jnp.bfloat16) for name in "qkv"}
 OBSTACLES = {
-    "jax": ("mosaic", {**HALF, **plan(block_size=128)}, ("9.0", (0, 10, 2)), "jax 0.11 or newer"),
-    "capability": ("mosaic", {**HALF, **plan(block_size=128)}, ("8.0",), "compute capability 9.0, and this device has 8.0"),
-    "dtype": ("mosaic", plan(block_size=128), ("9.0",), "bfloat16 or float16 inputs, and q is float32"),
-    "block_size": ("mosaic", {**HALF, **plan(block_size=64)}, ("9.0",), "plan.block_size=128, and it is 64"),
-    "head_dim": ("triton", {"q": jnp.zeros((1, 64, 2, 136))}, ("8.0",), "a head dim up to 128, and q has 136"),
-    "old": ("triton", {}, ("7.5",), "compute capability 8.0 or newer, and this device has 7.5"),
-    "package": ("jax_triton", {}, ("8.0",), r"the package jax_triton \(pip install -r requirements-triton.txt\), which is not installed"),
+    "jax": ("mosaic", {**HALF, **plan(block_size=128)}, ((9, 0), (0, 10, 2)), "jax 0.11 or newer"),
+    "capability": ("mosaic", {**HALF, **plan(block_size=128)}, ((8, 0),), "compute capability 9.0, and this device has 8.0"),
+    "dtype": ("mosaic", plan(block_size=128), ((9, 0),), "bfloat16 or float16 inputs, and q is float32"),
+    "block_size": ("mosaic", {**HALF, **plan(block_size=64)}, ((9, 0),), "plan.block_size=128, and it is 64"),
+    "head_dim": ("triton", {"q": jnp.zeros((1, 64, 2, 136))}, ((8, 0),), "a head dim up to 128, and q has 136"),
+    "old": ("triton", {}, ((7, 5),), "compute capability 8.0 or newer, and this device has 7.5"),
+    "package": ("jax_triton", {}, ((8, 0),), r"the package jax_triton \(pip install -r requirements-triton.txt\), which is not installed"),
 }
 
 
@@ -97,12 +98,12 @@ def test_says_what_an_implementation_needs(name, monkeypatch):
 @pytest.mark.parametrize(
     ("capability", "changes", "best"),
     [
-        ("9.0", {**HALF, **plan(block_size=128)}, "mosaic"),
-        ("9.0", {**HALF, **plan(block_size=64)}, "triton"),
-        ("8.0", {**HALF, **plan(block_size=128)}, "triton"),
-        ("10.0", {**HALF, **plan(block_size=128)}, "triton"),
-        ("9.0", {"q": jnp.zeros((1, 64, 2, 136))}, "xla"),
-        ("7.5", {}, "xla"),
+        ((9, 0), {**HALF, **plan(block_size=128)}, "mosaic"),
+        ((9, 0), {**HALF, **plan(block_size=64)}, "triton"),
+        ((8, 0), {**HALF, **plan(block_size=128)}, "triton"),
+        ((10, 0), {**HALF, **plan(block_size=128)}, "triton"),
+        ((9, 0), {"q": jnp.zeros((1, 64, 2, 136))}, "xla"),
+        ((7, 5), {}, "xla"),
     ],
 )
 def test_none_is_the_best_for_device_and_call(capability, changes, best, monkeypatch):
@@ -138,5 +139,52 @@ def test_lse_has_no_gradient():
     assert not np.asarray(gradient).any()
 
 
-def test_lengths_beyond_the_keys_mean_all_keys():
+def test_traced_lengths_beyond_the_keys_mean_all_keys():
     np.testing.assert_array_equal(call(lengths=jnp.full((2,), 99))[0], call()[0])
+
+
+FIRST = jnp.asarray([[0, 0, 2, 2], [0, 1, 1, 3]], jnp.int32)
+BAD_VALUES = {
+    "lengths": ({"lengths": jnp.asarray([50, 51])}, r"lengths=\[50, 51\]: accepted are 0 to 50"),
+    "negative_lengths": ({"lengths": np.asarray([-1, 3])}, r"lengths=\[-1, 3\]"),
+    "mode": (plan(mode=jnp.asarray([[0, 7], [0, 1]])), r"plan.mode holds \[7\]: accepted are the values of HeadMode, 0 to 2"),
+    "first_block_future": ({"first_block": FIRST.at[0, 0].set(1)}, "first_block=.*accepted are blocks of documents that follow each other"),
+    "first_block_back": ({"first_block": FIRST.at[0, 3].set(0)}, "first_block="),
+    "first_block_inside": ({"first_block": FIRST.at[1, 3].set(2)}, "first_block="),
+    "modes_of_a_document": (
+        {"first_block": FIRST, **plan(mode=jnp.zeros((2, 4, 2), jnp.int8).at[1, 2].set(1))},
+        "accepted is one mode per head for all blocks of a document",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_VALUES)
+def test_refuses_known_values(name):
+    changes, message = BAD_VALUES[name]
+    arguments = {"q": X.q, "k": X.k, "v": X.v, "plan": X.plan, **changes}
+    with pytest.raises(ValueError, match=message):
+        api.mixed_head_attention(**arguments, implementation="reference")
+
+
+def test_accepts_documents_with_modes_of_their_own():
+    mode = jnp.zeros((2, 4, 2), jnp.int8).at[0, 2:].set(1).at[1, 3].set(1)
+    arguments = {"q": X.q, "k": X.k, "v": X.v, "first_block": FIRST, **plan(mode=mode)}
+    assert api.mixed_head_attention(**arguments, implementation="reference")[0].shape == X.q.shape
+
+
+def test_scale_is_not_traced():
+    with pytest.raises(ValueError, match="accepted are None and Python numbers above 0"):
+        jax.jit(lambda scale: api.mixed_head_attention(X.q, X.k, X.v, X.plan, scale=scale))(0.5)
+
+
+@pytest.mark.parametrize(("capability", "expected"), [("9.0", ("gpu", (9, 0))), ("12.1", ("gpu", (12, 1))), ("gfx942", ("rocm", None))])
+def test_device_of_other_vendors(capability, expected, monkeypatch):
+    gpu = types.SimpleNamespace(platform="gpu", compute_capability=capability)
+    monkeypatch.setattr(device, "_device", lambda: gpu)
+    assert (device.platform(), device.compute_capability()) == expected
+
+
+def test_device_of_a_lowering_is_the_abstract_one():
+    abstract = jax.sharding.AbstractDevice(device_kind="NVIDIA A100-SXM4-80GB", num_cores=None, platform="gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=abstract)):
+        assert (device.platform(), device.compute_capability()) == ("gpu", None)

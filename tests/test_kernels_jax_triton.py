@@ -107,7 +107,7 @@ FIT = [s for s in SHAPES if s.block == 128 or s.dtype == "bfloat16"]
 
 
 @needs_triton
-@pytest.mark.parametrize(("capability", "target", "limit"), [("8.0", 80, 99 * 1024), ("9.0", 90, 227 * 1024)], indirect=["capability"])
+@pytest.mark.parametrize(("capability", "target", "limit"), [((8, 0), 80, 99 * 1024), ((9, 0), 90, 227 * 1024)], indirect=["capability"])
 @pytest.mark.parametrize("shape", [*FIT, *LONG], ids=repr)
 def test_fits_the_gpu(shape, capability, target, limit, launches):
     """99 KiB is the limit of capabilities 8.6 and 8.9; an A100 has more."""
@@ -131,7 +131,7 @@ def test_more_stages_take_more_shared_memory(launches, monkeypatch):
     assert all(few < many <= A100_SHARED for few, many in zip(*shared)), shared
 
 
-@pytest.mark.parametrize("capability", ["8.0", "9.0"], indirect=True)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], indirect=True)
 @pytest.mark.parametrize("shape", [s for s in SHAPES if (s.dtype, s.block) != ("float32", 32) or s.head_dim == 64], ids=repr)
 def test_lowers_for_cuda(shape, capability):
     pytest.importorskip("jax_triton", reason="needs jax-triton and the package jax-cuda13-plugin (or 12)", exc_type=ImportError)

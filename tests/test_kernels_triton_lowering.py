@@ -66,7 +66,7 @@ def capability(monkeypatch, request):
     return request.param
 
 
-GPUS = [(A100, "8.0"), (H200, "9.0")]
+GPUS = [(A100, (8, 0)), (H200, (9, 0))]
 LONG = [Shape(tokens=2**20, heads=32, kv_heads=8, bitmap="kv"), Shape(tokens=2**20, heads=32, kv_heads=8)]
 
 
@@ -106,7 +106,7 @@ def compiled_kernels(monkeypatch):
     return compile_all
 
 
-@pytest.mark.parametrize("capability", ["8.0"], indirect=True)
+@pytest.mark.parametrize("capability", [(8, 0)], indirect=True)
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s.block == 128 or s.dtype == "bfloat16"], ids=repr)
 def test_fits_every_ampere_gpu(shape, capability, compiled_kernels):
     for kernel, config, shared, spilled in compiled_kernels(shape, A100, 80):
@@ -114,7 +114,7 @@ def test_fits_every_ampere_gpu(shape, capability, compiled_kernels):
         assert spilled <= 128 or shape.dtype == "float32", f"{kernel} {config}"
 
 
-@pytest.mark.parametrize("capability", ["9.0"], indirect=True)
+@pytest.mark.parametrize("capability", [(9, 0)], indirect=True)
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s.block >= 64 and s.dtype == "bfloat16"], ids=repr)
 def test_fits_hopper(shape, capability, compiled_kernels):
     for kernel, config, shared, spilled in compiled_kernels(shape, H200, 90):

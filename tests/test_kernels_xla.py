@@ -11,7 +11,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from elastic_jax.config import HeadMode, SparsityConfig
 from elastic_jax.plan import routed_plan, uniform_plan
-from pallas_kernels import xla
+from pallas_kernels import device, xla
 from pallas_kernels.api import mixed_head_attention
 from tests.kernel_cases import CASES, Case, assert_agrees, assert_same_bits, attend, inputs, run
 from tests.tolerances import assert_close
@@ -28,7 +28,7 @@ def test_tiling_of_accelerators_agrees_with_the_reference(name, monkeypatch):
     """All KV heads of an entry in one step, operands in the inputs' dtype, another tile: what a GPU runs, here on the CPU."""
     case = next(c for c in CASES if c.name == name)
     x = inputs(case)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(device, "platform", lambda: "gpu")
     monkeypatch.setattr(xla, "_DEVICE_TILE", 64)
     fresh = jax.jit(functools.partial(attend.__wrapped__, implementation="xla"))  # `attend` itself may hold the CPU's trace
     actual = fresh(x.q, x.k, x.v, x.d_out, x.plan, x.lengths, x.first_block)

@@ -161,13 +161,17 @@ def test_heads_that_are_not_needed_get_no_blocks():
     assert not np.asarray(some)[1].any()
 
 
-def test_refuses():
+def test_refuses_what_it_cannot_do(monkeypatch):
     q, k = random_qk(96)
-    with pytest.raises(ValueError, match="block_size=24, stride=4: the GPU kernels accept powers of two"):
-        kernels(q, k, block_size=24)
     if jax.default_backend() != "gpu":
         with pytest.raises(NotImplementedError, match="'triton' needs a CUDA GPU, and this is a cpu; accepted for this call are None, xla"):
             plain(q, k, implementation="triton")
+    monkeypatch.setattr(device, "platform", lambda: "gpu")
+    with pytest.raises(
+        NotImplementedError, match="'triton' needs powers of two .*block_size=24, stride=4; accepted for this call are None, xla"
+    ):
+        plain(q, k, block_size=24, implementation="triton")
+    np.testing.assert_array_equal(plain(q, k, block_size=24, implementation=None), plain(q, k, block_size=24, implementation="xla"))
 
 
 SHAPES = {  # tokens, heads, KV heads, head dim, block, stride
@@ -177,7 +181,7 @@ SHAPES = {  # tokens, heads, KV heads, head dim, block, stride
     "blocks of 64": (2**14, 16, 8, 128, 64, 8),
     "blocks of 16": (1000, 4, 2, 128, 16, 16),
 }
-GPUS = {"8.0": (A100, 80), "9.0": (H200, 90)}
+GPUS = {(8, 0): (A100, 80), (9, 0): (H200, 90)}
 
 
 def lower(shape, dtype, kind):

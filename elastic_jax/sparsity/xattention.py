@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from elastic_jax.config import HeadMode
 from elastic_jax.plan import BlockMask, see_blocks
-from pallas_kernels import device, xattn_estimate
+from pallas_kernels import device
 
 EstimateImplementation = Literal["xla", "triton"]
 
@@ -49,20 +49,20 @@ def estimate_blocks(
     Args:
       q: [B, T, N, H], k: [B, T, K, H], after RoPE.
       block_size, stride, threshold: as in `SparsityConfig`; the stride divides the block, the threshold is in (0, 1].
-      first_block: i32[B, Q], the block where each block's document begins; None: one document per entry.
+      first_block: i32[B, Q], the block where each block's document begins, never decreasing along Q; None: one document per entry.
       valid: bool[B, T], False for padding, which counts as absent and may hold anything; within a document it comes last. None: no
         padding.
       needed: bool[B, K], False for KV heads whose query heads may be left without blocks; the kernels do no work for those, plain JAX
         skips the estimate only where no head needs it. None: all.
-      implementation: "triton" needs a CUDA GPU from Ampere on, and powers of two as block size and stride; "xla" is plain JAX, for any
-        device. None: "triton" on such GPUs, else "xla".
+      implementation: "triton" needs a CUDA GPU from Ampere on, and powers of two as block size and stride, at most 256 strides in a
+        block; "xla" is plain JAX, for any device. None: "triton" where it can do the call, else "xla".
 
     Returns: u32[B, N, Q, ceil(Q / 32)] as a BlockMask, Q = ceil(T / block_size); rows of zeros for heads that are not needed.
 
     Raises:
       ValueError: shapes that do not fit, queries that are only a suffix of the keys, stride or threshold out of range; an unknown
-        implementation, or one that cannot take these blocks.
-      NotImplementedError: the implementation does not run on this device.
+        implementation.
+      NotImplementedError: the implementation asked for cannot do the call on this device; the text says why.
     """
     if q.ndim != 4 or k.ndim != 4 or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or q.shape[2] % k.shape[2]:
         raise ValueError(f"q has shape {q.shape}, k has shape {k.shape}: accepted are [B, T, N, H] and [B, T, K, H], K a divisor of N")
@@ -79,7 +79,9 @@ def estimate_blocks(
     for argument, (x, shape) in accepted.items():
         if x is not None and x.shape != shape:
             raise ValueError(f"{argument} has shape {x.shape}: accepted is {shape}")
-    estimate = _estimate if _choose(implementation) == "xla" else xattn_estimate.estimate
+    estimate = _estimate
+    if _choose(implementation, block_size, stride) == "triton":
+        from pallas_kernels.xattn_estimate import estimate  # not at the top: JAX will drop what it is written in
     needed = jnp.ones((batch, kv_heads), bool) if needed is None else needed
 
     if threshold < 1.0:
@@ -91,23 +93,16 @@ def estimate_blocks(
     return BlockMask(bitmap=_of_heads(needed, heads, jnp.broadcast_to(rows, (batch, heads, *rows.shape[2:]))))
 
 
-def _choose(implementation: str | None) -> str:
+def _choose(implementation: str | None, block_size: int, stride: int) -> str:
     accepted = get_args(EstimateImplementation)
     if implementation not in (None, *accepted):
         raise ValueError(f"implementation={implementation!r}: accepted are None, {', '.join(accepted)}")
-    obstacle = _triton_obstacle()
+    obstacle = device.cuda_obstacle()
+    if obstacle is None and (block_size & (block_size - 1) or stride & (stride - 1) or block_size // stride > 256):
+        obstacle = f"powers of two with at most 256 strides in a block, and block_size={block_size}, stride={stride}"
     if implementation == "triton" and obstacle is not None:
         raise NotImplementedError(f"implementation='triton' needs {obstacle}; accepted for this call are None, xla")
     return implementation or ("triton" if obstacle is None else "xla")
-
-
-def _triton_obstacle() -> str | None:
-    """What the kernels need and this device has not."""
-    if (platform := device.platform()) != "gpu":
-        return f"a CUDA GPU, and this is a {platform}"
-    capability = device.compute_capability()
-    old = capability is not None and int(capability.split(".")[0]) < 8
-    return f"compute capability 8.0 or newer, and this device has {capability}" if old else None
 
 
 def _of_heads(needed: jax.Array, heads: int, bitmap: jax.Array) -> jax.Array:

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from elastic_jax.plan import HeadPlan
 from pallas_kernels import device
+from pallas_kernels.common import LOG2_E, Kernel, TritonConfig, heaviest_first, row_statistics
 from pallas_kernels.jax_triton import configs, kernels
-from pallas_kernels.triton_common import LOG2_E, Kernel, TritonConfig, heavy_first, row_statistics
 from pallas_kernels.visits import Visits, key_visits, query_visits
 
 
@@ -53,7 +53,7 @@ def backward(
     scale: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`api._Kernel.backward`."""
-    statistics = row_statistics(out, lse, d_out, lengths, k.shape[1])
+    statistics = row_statistics(out, lse, d_out)
     arrays = (q, k, v, d_out.astype(q.dtype), *statistics)
     query_blocks = q.shape[1] // plan.block_size
     (dq,) = query_gradient(*arrays, query_visits(plan, lengths, first_block, query_blocks), plan, scale=scale)
@@ -95,7 +95,8 @@ def _config(kernel: Kernel, q: jax.Array, plan: HeadPlan) -> TritonConfig:
 
 def _tables(visits: Visits, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(order, runs, words); a kernel's parameters are fixed in number, so without words the runs take their place and are not read."""
-    return heavy_first(visits, q.shape[0], k.shape[2]), visits.runs, visits.runs if visits.words is None else visits.words
+    work = visits.runs[..., 3].reshape(q.shape[0] * k.shape[2], -1).sum(1)
+    return heaviest_first(work), visits.runs, visits.runs if visits.words is None else visits.words
 
 
 def _static(q: jax.Array, k: jax.Array, visits: Visits, plan: HeadPlan) -> dict[str, Any]:
@@ -139,7 +140,7 @@ def _call(
         name=f"mixed_head_attention_{kernel.__name__}",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        compute_capability=None if capability is None else int(capability.replace(".", "")),
+        compute_capability=None if capability is None else 10 * capability[0] + capability[1],
         QUERY_TILE=config.query_tile,
         KEY_TILE=config.key_tile,
         STAGES=config.num_stages,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax
 
 from elastic_jax.plan import HeadPlan
+from pallas_kernels.common import row_statistics
 from pallas_kernels.mosaic import backward_kernels, forward_kernel
 from pallas_kernels.visits import key_visits, query_visits
 
@@ -36,7 +37,7 @@ def backward(
     scale: float,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`api._Kernel.backward`."""
-    lse, delta = backward_kernels.row_statistics(out, lse, d_out)
+    lse, delta = row_statistics(out, lse, d_out)
     by_query, by_key = (visits(plan, lengths, first_block, q.shape[1] // plan.block_size) for visits in (query_visits, key_visits))
     d_out = d_out.astype(q.dtype)
     dq = backward_kernels.query_gradient(q, k, v, d_out, lse, delta, by_query, scale=scale)

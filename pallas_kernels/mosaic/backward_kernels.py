@@ -16,30 +16,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.common import LOG2_E, heaviest_first
 from pallas_kernels.mosaic import tiles
-from pallas_kernels.mosaic.tiles import BLOCK, LOG2E, ROWS, WARPGROUPS, Walk, div, rem
+from pallas_kernels.mosaic.tiles import BLOCK, ROWS, WARPGROUPS, Walk, div, rem
 from pallas_kernels.visits import Visits
 
 DQ_STAGES = 2  # K and V blocks in flight
 DKV_STAGES = 3  # half blocks of Q and dO in flight
 
 
-def row_statistics(out: jax.Array, lse: jax.Array, d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(lse in base 2, delta = sum(out * d_out)), both f32[B, N, T]; rows that see nothing get +inf, which makes their P zero."""
-    delta = jnp.einsum("BTNH,BTNH->BNT", out.astype(jnp.float32), d_out.astype(jnp.float32))
-    lse = lse.swapaxes(1, 2)
-    return jnp.where(jnp.isneginf(lse), jnp.inf, lse * LOG2E), delta
-
-
 def query_gradient(
     q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, lse: jax.Array, delta: jax.Array, visits: Visits, *, scale: float
 ) -> jax.Array:
-    """dq [B, T, N, H], by `query_visits`; lse and delta from `row_statistics`."""
+    """dq [B, T, N, H], by `query_visits`; lse and delta from `common.row_statistics`."""
     batch, tokens, heads, dim = q.shape
     group, blocks = heads // k.shape[2], tokens // BLOCK
     tables = visits.runs.shape[1]
     per_table = heads // tables
-    order = tiles.heaviest_first(visits.runs[..., 3].sum(-1).reshape(-1))
+    order = heaviest_first(visits.runs[..., 3].sum(-1).reshape(-1))
     has_words = visits.words is not None
 
     def body(*refs: Any) -> None:
@@ -75,7 +69,7 @@ def query_gradient(
                 scores, dp = tiles.accumulate(products, tiles.zeros(ROWS, BLOCK), tiles.zeros(ROWS, BLOCK))
                 if limit is not None:
                     scores = tiles.mask(scores, limit)
-                p = jnp.exp2(scores * (scale * LOG2E) - tiles.over_columns(lse, BLOCK))
+                p = jnp.exp2(scores * (scale * LOG2_E) - tiles.over_columns(lse, BLOCK))
                 ds = (p * (dp - tiles.over_columns(delta, BLOCK))).astype(q.dtype)
 
                 def add(dq_ref: Any) -> None:
@@ -133,7 +127,7 @@ def query_gradient(
 def key_gradients(
     q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, lse: jax.Array, delta: jax.Array, visits: Visits, *, scale: float
 ) -> tuple[jax.Array, jax.Array]:
-    """(dk, dv) [B, S, K, H], by `key_visits`; lse and delta from `row_statistics`.
+    """(dk, dv) [B, S, K, H], by `key_visits`; lse and delta from `common.row_statistics`.
 
     One CUDA block per KV head and key block, which walks the query blocks of each of its G query heads in halves; warpgroup w owns 64
     of the 128 keys. Products are of transposed scores, keys by queries, so that P and dS are left operands in registers.
@@ -179,7 +173,7 @@ def key_gradients(
                     scores = tiles.mask(scores, limit, keys_axis=0)
                 lse = tiles.load(lse_smem.at[slot], tiles.PER_COLUMN)
                 delta = tiles.load(delta_smem.at[slot], tiles.PER_COLUMN)
-                p = jnp.exp2(scores * (scale * LOG2E) - tiles.over_rows(lse, ROWS))
+                p = jnp.exp2(scores * (scale * LOG2_E) - tiles.over_rows(lse, ROWS))
                 ds = (p * (dp - tiles.over_rows(delta, ROWS))).astype(q.dtype)
                 p = p.astype(q.dtype)
 

@@ -23,8 +23,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.common import LOG2_E, heaviest_first
 from pallas_kernels.mosaic import tiles
-from pallas_kernels.mosaic.tiles import BLOCK, LOG2E, ROWS, WARPGROUPS, Walk, div, over_columns, rem
+from pallas_kernels.mosaic.tiles import BLOCK, ROWS, WARPGROUPS, Walk, div, over_columns, rem
 from pallas_kernels.visits import Visits
 
 STAGES = 2  # K and V blocks in flight: at H=128 a third does not fit beside Q
@@ -37,8 +38,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, visits: Visits, lengths: ja
     blocks, offset = tokens // BLOCK, k.shape[1] - tokens
     tables = visits.runs.shape[1]
     per_table, group = heads // tables, heads // kv_heads
-    order = tiles.heaviest_first(visits.runs[..., 3].sum(-1).reshape(-1))
-    factor = scale * LOG2E
+    order = heaviest_first(visits.runs[..., 3].sum(-1).reshape(-1))
+    factor = scale * LOG2_E
     has_words = visits.words is not None
     pairs = per_table % 2 == 0  # neighbours below are query heads of one table, which is what makes their walks the same
 
@@ -128,7 +129,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, visits: Visits, lengths: ja
             inside = plgpu.broadcasted_iota(jnp.int32, (ROWS, dim), 0, layout=tiles.WGMMA) < seen
             own_q[...] = jnp.where(inside, acc * over_columns(1.0 / total, dim), 0.0).astype(q.dtype)
             inside = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=tiles.PER_ROW) < seen
-            lse_smem[warpgroup] = jnp.where(inside, peak * (1 / LOG2E) + jnp.log(total), -jnp.inf)
+            lse_smem[warpgroup] = jnp.where(inside, peak * (1 / LOG2_E) + jnp.log(total), -jnp.inf)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(own_q, out_ref.at[entry, pl.ds(begin, ROWS), head])
             plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_ref.at[entry, head, pl.ds(begin, ROWS)])

@@ -6,7 +6,6 @@ copies (TMA). Only this package imports `jax.experimental.pallas.mosaic_gpu`, of
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,6 @@ BLOCK = 128  # tokens of a plan's block, of a key tile, and of a row of query ti
 ROWS = 64  # rows of one warpgroup's products; 128 spilled registers (measured on an H200: a third of the speed)
 WARPGROUPS = BLOCK // ROWS
 COMPUTE_REGISTERS, COPY_REGISTERS = 240, 24  # of a thread; 2 * 240 + 24 fill the register file
-LOG2E = math.log2(math.e)
 
 # The layout of tiles in shared memory that wgmma reads without bank conflicts, for 16-bit types.
 TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -67,14 +65,6 @@ def kernel(
 def tables(visits: Visits) -> tuple[jax.Array, ...]:
     """A kernel's last inputs: runs, and words where there are any."""
     return (visits.runs,) if visits.words is None else (visits.runs, visits.words)
-
-
-def heaviest_first(work: jax.Array) -> jax.Array:
-    """i32[n]: the indices of i32[n] by descending value, for small n, without the launches of a sort."""
-    index = jnp.arange(work.shape[0])
-    before = (work > work[:, None]) | ((work == work[:, None]) & (index < index[:, None]))
-    rank = jnp.sum(before, axis=1)
-    return jnp.sum(jnp.where(rank == index[:, None], index, 0), axis=1).astype(jnp.int32)
 
 
 def div(a: jax.Array, b: int) -> jax.Array:
@@ -141,7 +131,7 @@ class Walk:
             return block, state
         slot, word = state
         bits = word & 0xFFFF
-        lowest = 31 - lax.clz(bits & -bits)
+        lowest = jnp.maximum(31 - lax.clz(bits & -bits), 0)  # a row without bits may be walked one step, see `forward_kernel`
         block = lax.select(self.length < 0, (word >> 16) * 16 + lowest, block)
         word = word & (word - 1)
         done = (word & 0xFFFF) == 0

@@ -12,8 +12,8 @@ import jax
 
 from elastic_jax.plan import HeadPlan
 from pallas_kernels import device
+from pallas_kernels.common import Kernel, TritonConfig, row_statistics
 from pallas_kernels.triton import backward_kernels, configs, forward_kernel
-from pallas_kernels.triton_common import Kernel, TritonConfig, row_statistics
 from pallas_kernels.visits import key_visits, query_visits
 
 
@@ -51,7 +51,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`api._Kernel.backward`. interpret: as in `forward`."""
     query_blocks = q.shape[1] // plan.block_size
-    lse2, delta = row_statistics(out, lse, d_out, lengths, k.shape[1])
+    lse2, delta = row_statistics(out, lse, d_out)
     d_out = d_out.astype(q.dtype)
     by_query, by_key = (f(plan, lengths, first_block, query_blocks) for f in (query_visits, key_visits))
     shared: dict[str, Any] = {"scale": scale, "block_size": plan.block_size, "interpret": interpret}

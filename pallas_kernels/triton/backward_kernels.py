@@ -2,7 +2,7 @@
 and two runs give the same bits.
 
 Both compute the probabilities again from q, k and the log-sum-exp, p = exp2(scale log2(e) q k - lse2), and need lse2 and delta
-of `triton_common.row_statistics`.
+of `common.row_statistics`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.common import LOG2_E, TritonConfig, heaviest_first
 from pallas_kernels.triton._compat import CompilerParams
 from pallas_kernels.triton.forward_kernel import QueryProgram, dot
 from pallas_kernels.triton.walk import Row
-from pallas_kernels.triton_common import LOG2_E, TritonConfig, heavy_first
 from pallas_kernels.visits import Visits
 
 
@@ -39,7 +39,11 @@ def query_gradient(
     batch, queries, heads, _ = q.shape
     kv_heads = k.shape[2]
     kernel = functools.partial(_dq_kernel, scale=scale, block_size=block_size, query_tile=config.query_tile, key_tile=config.key_tile)
-    tables = [heavy_first(visits, batch, kv_heads), visits.runs, *([] if visits.words is None else [visits.words])]
+    tables = [
+        heaviest_first(visits.runs[..., 3].reshape(batch * kv_heads, -1).sum(1)),
+        visits.runs,
+        *([] if visits.words is None else [visits.words]),
+    ]
     return pl.pallas_call(
         kernel,
         grid=(queries // config.query_tile * (heads // kv_heads), batch * kv_heads),
@@ -90,7 +94,11 @@ def key_gradients(
     """(dk, dv), both [B, S, K, H]. `visits` are `key_visits`, their words as i32."""
     batch, keys, kv_heads, _ = k.shape
     kernel = functools.partial(_dkv_kernel, scale=scale, block_size=block_size, query_tile=config.query_tile, key_tile=config.key_tile)
-    tables = [heavy_first(visits, batch, kv_heads), visits.runs, *([] if visits.words is None else [visits.words])]
+    tables = [
+        heaviest_first(visits.runs[..., 3].reshape(batch * kv_heads, -1).sum(1)),
+        visits.runs,
+        *([] if visits.words is None else [visits.words]),
+    ]
     return pl.pallas_call(
         kernel,
         # The first keys are seen by the most queries, those of a streaming head's sink by as many as a full head's: they start first,

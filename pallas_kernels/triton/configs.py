@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.triton_common import Kernel, TritonConfig
+from pallas_kernels.common import Kernel, TritonConfig
 
 # What every GPU from Ampere on can run: at most 99 KiB of shared memory, the limit of compute capabilities 8.6, 8.9 and 12.0 (8.0 has
 # 163), and no register spills inside loops on 8.0. Chosen by these two, not by speed: no Ampere GPU was at hand.
@@ -24,8 +24,8 @@ _SM90 = {
 _BLOCK_64 = {"forward": TritonConfig(64, 64, 4, 3), "dq": TritonConfig(64, 64, 4, 2), "dkv": TritonConfig(64, 64, 8, 2)}
 
 
-def choose(kernel: Kernel, *, head_dim: int, dtype: Any, block_size: int, capability: str | None) -> TritonConfig:
-    """The configuration of one kernel. head_dim: 64 or 128. capability: such as "9.0", None where it is unknown."""
+def choose(kernel: Kernel, *, head_dim: int, dtype: Any, block_size: int, capability: tuple[int, int] | None) -> TritonConfig:
+    """The configuration of one kernel. head_dim: 64 or 128. capability: such as (9, 0), None where it is unknown."""
     if dtype == jnp.float32:
         # Exact float32 products do not run on tensor cores, and operands are twice as large. The accumulators of dk and dv spill with
         # four warps at H=128.
@@ -35,6 +35,6 @@ def choose(kernel: Kernel, *, head_dim: int, dtype: Any, block_size: int, capabi
         return TritonConfig(block_size, block_size, 4, 2)
     if block_size == 64:
         return _BLOCK_64[kernel]
-    if capability != "9.0":
+    if capability != (9, 0):
         return _ANY[head_dim][kernel]
     return _SM90[head_dim][kernel]

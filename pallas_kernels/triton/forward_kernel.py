@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from pallas_kernels.common import LOG2_E, TritonConfig, heaviest_first
 from pallas_kernels.triton._compat import CompilerParams
 from pallas_kernels.triton.walk import Row
-from pallas_kernels.triton_common import LOG2_E, TritonConfig, heavy_first
 from pallas_kernels.visits import Visits
 
 
@@ -31,7 +31,12 @@ def attend(
     batch, queries, heads, _ = q.shape
     kv_heads = k.shape[2]
     kernel = functools.partial(_kernel, scale=scale, block_size=block_size, query_tile=config.query_tile, key_tile=config.key_tile)
-    tables = [lengths, heavy_first(visits, batch, kv_heads), visits.runs, *([] if visits.words is None else [visits.words])]
+    tables = [
+        lengths,
+        heaviest_first(visits.runs[..., 3].reshape(batch * kv_heads, -1).sum(1)),
+        visits.runs,
+        *([] if visits.words is None else [visits.words]),
+    ]
     return pl.pallas_call(
         kernel,
         grid=(queries // config.query_tile * (heads // kv_heads), batch * kv_heads),
