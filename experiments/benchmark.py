@@ -17,9 +17,9 @@ from absl import app, flags, logging
 
 from elastic_jax.config import RouterConfig, SparsityConfig
 from elastic_jax.data.packing import check_pack_shape
-from experiments.bench import attention, report, router, train_step, xattn
+from experiments.bench import attention, report, router, train_step, tuning, xattn
+from experiments.bench.shapes import SHAPES
 from experiments.common import define_model_flags, errors_in_one_line, load_elastic_model, model_settings
-from pallas_kernels.shapes import SHAPES
 
 _WHATS = ["attention", "dispatch", "backward", "xattn", "router", "train_step", "report"]
 
@@ -75,7 +75,8 @@ def _records(what: str) -> Iterator[dict[str, Any]]:
         tokens=_numbers("tokens", int, tokens),
         sparse_shares=_numbers("sparse_shares", float, shares),
         implementations=values.implementations or implementations,
-        flex_options=None if values.flex_options is None else _options(values.flex_options),
+        flex_options={} if values.flex_options is None else _options(values.flex_options),
+        gradient_check_tokens=values.gradient_check_tokens,
         **common,
     )
 
@@ -90,14 +91,17 @@ def _numbers(flag: str, kind: type, default: Any) -> Any:
         raise ValueError(f"--{flag}={','.join(texts)}: accepted are numbers with commas between them") from error
 
 
-def _options(text: str) -> dict[str, Any]:
+def _options(text: str) -> dict[str, dict[str, Any]]:
+    """By kind: {"mixed": {...}, "window": {...}}, or one of them, as they are; a plain object is for both."""
     try:
         options = json.loads(text)
     except json.JSONDecodeError:
         options = None
     if not isinstance(options, dict):
         raise ValueError(f"--flex_options={text}: accepted is a JSON object")
-    return options
+    if options and set(options) <= set(tuning.KINDS) and all(isinstance(x, dict) for x in options.values()):
+        return options
+    return {kind: options for kind in tuning.KINDS}
 
 
 if __name__ == "__main__":
@@ -108,7 +112,18 @@ if __name__ == "__main__":
     flags.DEFINE_list("sparse_shares", None, "Shares of KV heads that stream: attention, dispatch, backward.")
     flags.DEFINE_list("implementations", None, "Which to time, by name: attention, dispatch, backward, xattn.")
     flags.DEFINE_list("xattn_inputs", list(xattn.INPUTS), "Queries and keys of xattn: random, demo (a layer of the demo model).")
-    flags.DEFINE_string("flex_options", None, "FlexAttention's kernel_options as JSON (default: the best of a few, tried at 16K tokens).")
+    flags.DEFINE_string(
+        "flex_options",
+        None,
+        'FlexAttention\'s kernel_options as JSON: one object for all, or {"mixed": {...}, "window": {...}} for flex_torch and for serial '
+        "dispatch's window kernel (default, and where one is absent: the best of a few, tried at 16K tokens).",
+    )
+    flags.DEFINE_integer(
+        "gradient_check_tokens",
+        attention.GRADIENT_CHECK_TOKENS,
+        "Length at which backward checks the gradients of cases that are longer; 0: no check.",
+        lower_bound=0,
+    )
     flags.DEFINE_integer("samples", 5, "Timed samples of each case.", lower_bound=1)
     flags.DEFINE_string("out", None, "Folder that gets the lines too (appended to WHAT.jsonl) a table (WHAT.md) and a plot (WHAT.png).")
     app.run(main)

@@ -6,21 +6,21 @@ they run in every case as the time that sparsity has to beat.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-
-import jax
 
 from elastic_jax.config import SparsityConfig
 from experiments.bench import rivals
 from experiments.bench.implementations import DENSE, NAMES, OURS, SERIAL, TORCH, Prepared, attempt, jax_backward, jax_forward
 from experiments.bench.problem import Problem
-from experiments.bench.timing import interleaved, milliseconds
-from pallas_kernels.shapes import SHAPES
+from experiments.bench.shapes import SHAPES
+from experiments.bench.timing import fields, interleaved, progress
+from experiments.bench.tuning import FlexOptions
 
-_TUNING_TOKENS = 16_384
+GRADIENT_CHECK_TOKENS = 4096
 
 # Implementations, lengths and shares that each benchmark runs unless flags say otherwise. `reference` holds all scores of a layer: tests.
 _GPU = ("mosaic", "triton", "xla")
@@ -41,14 +41,17 @@ def run(
     dtype: str,
     sparsity: SparsityConfig,
     samples: int,
-    flex_options: dict[str, Any] | None,
+    flex_options: Mapping[str, dict[str, Any]],
+    gradient_check_tokens: int = GRADIENT_CHECK_TOKENS,
 ) -> Iterator[dict[str, Any]]:
     """Records of every length, share and implementation, those that could not run with the `reason`.
 
     Args:
       what: a key of `DEFAULTS`.
       sparse_shares: of KV heads that stream, to the nearest head.
-      flex_options: `kernel_options` of FlexAttention; None takes the best of a few at 16K tokens (or at the first length if shorter).
+      flex_options: `kernel_options` of FlexAttention by kind, see `FlexOptions`; kinds that are absent are tuned.
+      gradient_check_tokens: the length at which gradients are held against the reference, since that needs every row: once for each
+        implementation, direction and share, or in every case that is no longer. 0: not at all.
     """
     if unknown := sorted(set(implementations) - set(NAMES)):
         raise ValueError(f"--implementations: {', '.join(unknown)} unknown; accepted are {', '.join(NAMES)}")
@@ -61,50 +64,93 @@ def run(
     cases = [(length, share) for length in tokens for share in sparse_shares]
     for case in cases:  # all are checked before any runs
         problem_of(*case)
-    if flex_options is None and set(implementations) & {"flex_torch", *SERIAL}:
-        flex_options = _tune_flex(problem_of(min(tokens[0], _TUNING_TOKENS), 0.5), what)
+    bench = _Bench(what, FlexOptions(flex_options, backward=what == "backward"), gradient_check_tokens)
     for case in cases:
-        yield from _case(what, problem_of(*case), implementations, samples, flex_options or {})  # its arrays end with the case
+        yield from bench.case(problem_of(*case), implementations, samples)  # its arrays end with the case
         free_memory()
 
 
-def _case(
-    what: str, problem: Problem, implementations: Sequence[str], samples: int, flex_options: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
-    torch_side = functools.cache(lambda: rivals.TorchSide(problem, flex_options))
-    attempts: dict[tuple[str, str], Prepared | str] = {}
-    for name in implementations:
-        knows_plan = name not in DENSE or not problem.streaming
-        directions = ("forward",)
-        if what == "backward":
-            directions = ("backward", "forward_backward") if name in OURS else ("backward",)
-        for direction in directions:
-            build, error_of = _builder(name, problem, direction, torch_side)
-            attempts[name, direction] = attempt(build, error_of if knows_plan else None)
-    calls = {f"{name} {direction}": x.call for (name, direction), x in attempts.items() if isinstance(x, Prepared)}
-    times = interleaved(calls, samples)
-    records = []
-    for (name, direction), prepared in attempts.items():
-        record = {"what": what, "direction": direction, "implementation": name, "dense": name in DENSE, **problem.about()}
+class _Bench:
+    """What the cases of a run share: FlexAttention's options, and the gradients' errors by implementation, direction and share."""
+
+    def __init__(self, what: str, flex_options: FlexOptions, gradient_check_tokens: int):
+        self._what, self._flex_options, self._check_tokens = what, flex_options, gradient_check_tokens
+        self._errors: dict[tuple[str, str, int], dict[str, Any]] = {}
+
+    def case(self, problem: Problem, implementations: Sequence[str], samples: int) -> Iterator[dict[str, Any]]:
+        progress(f"{self._what}: {problem.tokens} tokens, {problem.streaming} of {problem.shape.kv_heads} KV heads stream")
+        torch_side = functools.cache(rivals.TorchSide)
+        small = self._small(problem)
+        attempts: dict[tuple[str, str], Prepared | str] = {}
+        for name in implementations:
+            if self._what == "backward":
+                for direction in ("backward", "forward_backward") if name in OURS else ("backward",):
+                    attempts[name, direction] = self._backward(name, direction, problem, small, torch_side)
+            else:
+                attempts[name, "forward"] = self._forward(name, problem, torch_side)
+        calls = {f"{name} {direction}": x.call for (name, direction), x in attempts.items() if isinstance(x, Prepared)}
+        times = interleaved(calls, samples)
+        records = []
+        for (name, direction), prepared in attempts.items():
+            record = {"what": self._what, "direction": direction, "implementation": name, "dense": name in DENSE, **problem.about()}
+            if isinstance(prepared, Prepared):
+                record |= fields(times[f"{name} {direction}"]) | prepared.notes
+                if "median_ms" in record:
+                    record["tflops"] = round(problem.dense_flops(direction) / record["median_ms"] / 1e9, 2)
+            else:
+                record["reason"] = prepared
+            records.append(record)
+        yield from compare(records)
+
+    def _forward(self, name: str, problem: Problem, torch_side: Callable[[Problem], rivals.TorchSide]) -> Prepared | str:
+        options = self._options(name, problem)
+
+        def build() -> Prepared:
+            return torch_side(problem).forward(name, options) if name in TORCH else jax_forward(name, problem)
+
+        error_of = (lambda outputs: problem.forward_error(outputs[0])) if _computes(name, problem) else None
+        return attempt(name, build, error_of)
+
+    def _backward(
+        self, name: str, direction: str, problem: Problem, small: Problem | None, torch_side: Callable[[Problem], rivals.TorchSide]
+    ) -> Prepared | str:
+        options = self._options(name, problem)  # the same for the check, which is of the kernel that is timed
+
+        def build(problem: Problem) -> Prepared:
+            return torch_side(problem).backward(name, options) if name in TORCH else jax_backward(name, problem, direction)
+
+        if small is None or not _computes(name, problem):
+            return attempt(f"{name} {direction}", lambda: build(problem), None)
+        if small is problem:
+            prepared = attempt(f"{name} {direction}", lambda: build(problem), problem.gradient_error)
+            if isinstance(prepared, Prepared):
+                prepared.notes["error_tokens"] = problem.tokens
+            return prepared
+        key = (name, direction, problem.streaming)
+        prepared = attempt(f"{name} {direction}", lambda: build(problem), None)
         if isinstance(prepared, Prepared):
-            record |= milliseconds(times[f"{name} {direction}"])
-            record["tflops"] = round(problem.dense_flops(direction) / record["median_ms"] / 1e9, 2)
-            record |= prepared.notes
-        else:
-            record["reason"] = prepared
-        records.append(record)
-    yield from compare(records)
+            if key not in self._errors:
+                checked = attempt(f"{name} {direction} against the reference at {small.tokens}", lambda: build(small), small.gradient_error)
+                note = {"relative_error": checked.notes["relative_error"]} if isinstance(checked, Prepared) else {"error_reason": checked}
+                self._errors[key] = note | {"error_tokens": small.tokens}
+            prepared.notes.update(self._errors[key])
+        return prepared
+
+    def _options(self, name: str, problem: Problem) -> dict[str, Any]:
+        return self._flex_options.of(name, problem) if name in ("flex_torch", *SERIAL) else {}
+
+    def _small(self, problem: Problem) -> Problem | None:
+        """Where this case's gradients are checked: the problem itself if it is short enough."""
+        if problem.tokens <= self._check_tokens:
+            return problem
+        size = problem.sparsity.block_size
+        tokens = self._check_tokens // size * size
+        return dataclasses.replace(problem, tokens=tokens) if tokens else None
 
 
-def _builder(
-    name: str, problem: Problem, direction: str, torch_side: Callable[[], rivals.TorchSide]
-) -> tuple[Callable[[], Prepared], Callable[[tuple[jax.Array, ...]], float | None]]:
-    """(what prepares the implementation, what measures the error of its outputs)."""
-    if direction == "forward":
-        build = (lambda: torch_side().forward(name)) if name in TORCH else (lambda: jax_forward(name, problem))
-        return build, lambda outputs: problem.forward_error(outputs[0])
-    build = (lambda: torch_side().backward(name)) if name in TORCH else (lambda: jax_backward(name, problem, direction))
-    return build, problem.gradient_error
+def _computes(name: str, problem: Problem) -> bool:
+    """Whether the implementation computes the problem's plan: dense ones know no streaming heads."""
+    return name not in DENSE or not problem.streaming
 
 
 def compare(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -123,26 +169,6 @@ def compare(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if dense := [of[name] for name in DENSE if name in of]:
             record["speedup_over_dense"] = round(min(dense) / record["median_ms"], 4)
     return records
-
-
-def _tune_flex(problem: Problem, what: str) -> dict[str, Any]:
-    """FlexAttention's fastest `kernel_options` on this problem; {} on a CPU, where it is not compiled, and where none of them runs."""
-    if jax.default_backend() != "gpu":
-        return {}
-    candidates = rivals.FLEX_BACKWARD if what == "backward" else rivals.FLEX_FORWARD
-    calls, options_of = {}, {}
-    for number, options in enumerate(candidates):
-        side = functools.partial(rivals.TorchSide, problem, options)
-        build = (
-            (lambda side=side: side().backward("flex_torch")) if what == "backward" else (lambda side=side: side().forward("flex_torch"))
-        )
-        prepared = attempt(build, None)
-        if isinstance(prepared, Prepared):
-            calls[str(number)], options_of[str(number)] = prepared.call, options
-    if not calls:
-        return {}
-    times = interleaved(calls, 5)
-    return options_of[min(times, key=lambda number: min(times[number]))]
 
 
 def free_memory() -> None:

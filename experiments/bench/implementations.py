@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -11,7 +12,7 @@ import jax
 
 from elastic_jax.plan import HeadPlan
 from experiments.bench.problem import Problem
-from experiments.bench.timing import Call, JaxCall
+from experiments.bench.timing import Call, JaxCall, progress, reason
 from pallas_kernels.api import Implementation, mixed_head_attention, mixed_head_attention_backward
 
 # In order of preference: the first that ran is "ours" wherever a rival's time is given in multiples of ours.
@@ -31,25 +32,27 @@ class Prepared:
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def attempt(build: Callable[[], Prepared], error_of: Callable[[tuple[jax.Array, ...]], float | None] | None) -> Prepared | str:
-    """Builds, runs once and notes the relative error; or says why that failed.
+def attempt(name: str, build: Callable[[], Prepared], error_of: Callable[[tuple[jax.Array, ...]], float] | None) -> Prepared | str:
+    """Builds, runs once and notes the relative error; or says why that failed. Standard error hears how long it took.
 
     Whatever an implementation throws is a result here: kernels are missing, do not fit the device, run out of memory.
     """
+    started = time.perf_counter()
     try:
         prepared = build()
         outputs = prepared.to_jax(jax.block_until_ready(prepared.call()))
-        if error_of is not None and (error := error_of(outputs)) is not None:
-            prepared.notes["relative_error"] = float(f"{error:.3g}")
+        if error_of is not None:
+            prepared.notes["relative_error"] = float(f"{error_of(outputs):.3g}")
     except Exception as error:
-        lines = str(error).strip().splitlines()
-        return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+        prepared = reason(error)
+    outcome = f"failed, {prepared}" if isinstance(prepared, str) else "prepared"
+    progress(f"  {name}: {outcome} ({time.perf_counter() - started:.1f} s)")
     return prepared
 
 
 def jax_forward(name: str, problem: Problem) -> Prepared:
     """Of ours and `cudnn_jax`."""
-    q, k, v, _ = problem.arrays
+    q, k, v = problem.arrays
     if name == "cudnn_jax":
         return Prepared(JaxCall(_cudnn_forward, q, k, v), lambda out: (out,))
     return Prepared(JaxCall(functools.partial(_forward, implementation=name), q, k, v, problem.plan), lambda outputs: outputs[:1])
@@ -57,7 +60,7 @@ def jax_forward(name: str, problem: Problem) -> Prepared:
 
 def jax_backward(name: str, problem: Problem, direction: str) -> Prepared:
     """(dq, dk, dv) of ours and `cudnn_jax`: from the forward pass's results (`backward`), or with that pass (`forward_backward`)."""
-    q, k, v, d_out = problem.arrays
+    (q, k, v), d_out = problem.arrays, problem.d_out
     if name == "cudnn_jax":
         _, pullback = _cudnn_pullback(q, k, v)
         return Prepared(JaxCall(_pull_back, pullback, d_out))

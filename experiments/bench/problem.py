@@ -12,10 +12,8 @@ import numpy as np
 
 from elastic_jax.config import HeadMode, SparsityConfig
 from elastic_jax.plan import HeadPlan, visible_blocks
-from pallas_kernels.shapes import Shape
-
-_REFERENCE_BLOCKS = 128  # query blocks that the forward reference computes: all of them up to 16K tokens
-_GRADIENT_TOKENS = 16_384  # the reference of the gradients needs all rows; longer cases go without
+from experiments.bench import exact
+from experiments.bench.shapes import Shape
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,11 +32,19 @@ class Problem:
             raise ValueError(f"--tokens={self.tokens}: accepted are multiples of block_size={self.sparsity.block_size}")
 
     @functools.cached_property
-    def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """q [1, T, N, H], k and v [1, T, K, H], d_out like q: standard normal."""
-        shape, keys = self.shape, jax.random.split(jax.random.key(0), 4)
-        draw = lambda key, heads: jax.random.normal(key, (1, self.tokens, heads, shape.head_dim), self.dtype)
-        return draw(keys[0], shape.heads), draw(keys[1], shape.kv_heads), draw(keys[2], shape.kv_heads), draw(keys[3], shape.heads)
+    def arrays(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q [1, T, N, H], k and v [1, T, K, H]: standard normal."""
+        shape = self.shape
+        return self._draw(0, shape.heads), self._draw(1, shape.kv_heads), self._draw(2, shape.kv_heads)
+
+    @functools.cached_property
+    def d_out(self) -> jax.Array:
+        """Like q; apart from `arrays`, since the forward pass at 1M tokens has better use for the memory."""
+        return self._draw(3, self.shape.heads)
+
+    def _draw(self, index: int, heads: int) -> jax.Array:
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(0), index), self.tokens // self.sparsity.block_size)
+        return _normal(keys, (self.sparsity.block_size, heads, self.shape.head_dim), self.dtype)
 
     @functools.cached_property
     def streaming_heads(self) -> list[int]:
@@ -64,9 +70,11 @@ class Problem:
 
     @functools.cached_property
     def visible(self) -> np.ndarray:
-        """bool[K, Q, J], the plan's block mask."""
+        """bool[K, Q, J], the plan's block mask. The device computes a full and a streaming head: all of them are much at 1M tokens."""
         blocks = self.tokens // self.sparsity.block_size
-        return np.asarray(visible_blocks(self.plan, blocks, blocks)[0])
+        modes = dataclasses.replace(self.plan, mode=jnp.array([[HeadMode.FULL, HeadMode.STREAMING]], jnp.int8))
+        full, streaming = np.asarray(visible_blocks(modes, blocks, blocks)[0])
+        return np.stack([streaming if head in self.streaming_heads else full for head in range(self.shape.kv_heads)])
 
     def about(self) -> dict[str, Any]:
         """The fields that say what was computed."""
@@ -74,6 +82,7 @@ class Problem:
         return {
             "shape": self.shape_name,
             **dataclasses.asdict(self.shape),
+            "batch": 1,
             "tokens": self.tokens,
             "dtype": self.dtype,
             "sparse_share": round(self.streaming / self.shape.kv_heads, 4),
@@ -89,29 +98,36 @@ class Problem:
         return dense_flops(self.shape, self.tokens) * {"forward": 1.0, "backward": 2.5, "forward_backward": 3.5}[direction]
 
     @functools.cached_property
-    def _rows(self) -> np.ndarray:
-        blocks = self.tokens // self.sparsity.block_size
-        return np.unique(np.linspace(0, blocks - 1, min(blocks, _REFERENCE_BLOCKS)).astype(np.int32))
-
-    @functools.cached_property
-    def _reference(self) -> jax.Array:
-        q, k, v, _ = self.arrays
-        return _reference_rows(q, k, v, jnp.asarray(self.visible), jnp.asarray(self._rows), size=self.sparsity.block_size)
+    def _reference(self) -> ForwardReference:
+        return ForwardReference(*self.arrays, self.visible, self.sparsity.block_size)
 
     @functools.cached_property
     def _reference_gradients(self) -> tuple[jax.Array, ...]:
-        return _reference_gradients(*self.arrays, jnp.asarray(self.visible), size=self.sparsity.block_size)
+        return exact.gradients(*self.arrays, self.d_out, jnp.asarray(self.visible), block_size=self.sparsity.block_size)
 
     def forward_error(self, out: jax.Array) -> float:
-        """Relative error |out - exact| / |exact| of out [1, T, N, H], over the rows that the reference computes."""
-        blocks = out.reshape(-1, self.sparsity.block_size, *out.shape[2:])[self._rows]
-        return _relative_error(blocks, self._reference)
+        """Relative error of out [1, T, N, H] over the rows that are checked."""
+        return self._reference.error(out)
 
-    def gradient_error(self, gradients: tuple[jax.Array, ...]) -> float | None:
-        """The largest relative error among dq, dk, dv; None where there is no reference."""
-        if self.tokens > _GRADIENT_TOKENS:
-            return None
-        return max(_relative_error(actual, exact) for actual, exact in zip(gradients, self._reference_gradients, strict=True))
+    def gradient_error(self, gradients: tuple[jax.Array, ...]) -> float:
+        """The largest relative error among dq, dk, dv. The reference computes all rows: for short sequences."""
+        return max(exact.relative_error(x, y) for x, y in zip(gradients, self._reference_gradients, strict=True))
+
+
+class ForwardReference:
+    """Some rows of exact attention over the blocks in `visible` (bool[K or N, Q, J]), computed for the first error."""
+
+    def __init__(self, q: jax.Array, k: jax.Array, v: jax.Array, visible: np.ndarray, block_size: int):
+        self._rows = exact.checked_rows(q.shape[1], block_size)
+        self._arrays, self._block_size = (q, k, v), block_size
+        self._visible = np.repeat(visible[:, self._rows], q.shape[2] // visible.shape[0], axis=0)
+
+    @functools.cached_property
+    def _exact(self) -> jax.Array:
+        return exact.forward_rows(*self._arrays, jnp.asarray(self._visible), jnp.asarray(self._rows), block_size=self._block_size)
+
+    def error(self, out: jax.Array) -> float:
+        return exact.relative_error(exact.take_rows(out, jnp.asarray(self._rows), block_size=self._block_size), self._exact)
 
 
 def dense_flops(shape: Shape, tokens: int) -> float:
@@ -127,62 +143,9 @@ def visited_share(visible: np.ndarray, block_size: int) -> float:
     return float(pairs / (visible.shape[0] * tokens * (tokens + 1) / 2))
 
 
-def _relative_error(actual: jax.Array, exact: jax.Array) -> float:
-    actual = actual.astype(jnp.float32)
-    return float(jnp.linalg.norm((actual - exact).ravel()) / jnp.linalg.norm(exact.ravel()))
-
-
-def _attend_block(q: jax.Array, k: jax.Array, v: jax.Array, row: Any, visible: jax.Array) -> jax.Array:
-    """f32[size, G, H] of one query block and KV head. q f32[size, G, H], k and v f32[S, H], visible bool[J]: the row of the block mask."""
-    size = q.shape[0]
-    query, key = row * size + jnp.arange(size)[:, None], jnp.arange(k.shape[0])
-    mask = jnp.repeat(visible, size) & (key <= query)
-    scores = jnp.einsum("TGH,SH->GTS", q, k, precision="highest") * q.shape[-1] ** -0.5
-    p = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), axis=-1)
-    return jnp.einsum("GTS,SH->TGH", p, v, precision="highest")
-
-
-def _blocks(x: jax.Array, kv_heads: int, size: int) -> jax.Array:
-    """[1, T, N, H] to [K, Q, size, G, H]."""
-    return x.reshape(-1, size, kv_heads, x.shape[2] // kv_heads, x.shape[3]).transpose(2, 0, 1, 3, 4)
-
-
-@functools.partial(jax.jit, static_argnames="size")
-def _reference_rows(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, rows: jax.Array, *, size: int) -> jax.Array:
-    """f32[R, size, N, H] of the query blocks `rows`, one block and KV head at a time."""
-    kv_heads = k.shape[2]
-    q_blocks = _blocks(q, kv_heads, size)
-
-    def one(index: jax.Array) -> jax.Array:
-        row, head = rows[index // kv_heads], index % kv_heads
-        q_block, k_head, v_head = (x.astype(jnp.float32) for x in (q_blocks[head, row], k[0, :, head], v[0, :, head]))
-        return _attend_block(q_block, k_head, v_head, row, visible[head, row])
-
-    out = jax.lax.map(one, jnp.arange(rows.shape[0] * kv_heads))  # [R K, size, G, H]
-    out = out.reshape(rows.shape[0], kv_heads, *out.shape[1:]).swapaxes(1, 2)
-    return out.reshape(*out.shape[:2], -1, q.shape[3])
-
-
-@functools.partial(jax.jit, static_argnames="size")
-def _reference_gradients(
-    q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array, visible: jax.Array, *, size: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """float32 (dq, dk, dv), one query block and KV head at a time."""
-    kv_heads = k.shape[2]
-    q_blocks, d_blocks = _blocks(q, kv_heads, size), _blocks(d_out, kv_heads, size)
-
-    def one_head(head: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        k_head, v_head = (x[0, :, head].astype(jnp.float32) for x in (k, v))
-
-        def one_block(sums: tuple[jax.Array, jax.Array], row: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
-            attend = functools.partial(_attend_block, row=row, visible=visible[head, row])
-            _, pullback = jax.vjp(attend, q_blocks[head, row].astype(jnp.float32), k_head, v_head)
-            dq, dk, dv = pullback(d_blocks[head, row].astype(jnp.float32))
-            return (sums[0] + dk, sums[1] + dv), dq
-
-        nothing = jnp.zeros_like(k_head)
-        (dk, dv), dq = jax.lax.scan(one_block, (nothing, nothing), jnp.arange(q_blocks.shape[1]))
-        return dq, dk, dv
-
-    dq, dk, dv = jax.lax.map(one_head, jnp.arange(kv_heads))  # [K, Q, size, G, H], [K, S, H] twice
-    return dq.transpose(1, 2, 0, 3, 4).reshape(q.shape), dk.swapaxes(0, 1)[None], dv.swapaxes(0, 1)[None]
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))
+def _normal(keys: jax.Array, shape: tuple[int, int, int], dtype: str) -> jax.Array:
+    """[1, len(keys) shape[0], ...], a piece for each key one after the other: drawn at once, the generator's buffers would need more
+    memory than the kernels that are measured."""
+    pieces = jax.lax.map(lambda key: jax.random.normal(key, shape, dtype), keys)
+    return pieces.reshape(1, -1, *shape[1:])

@@ -19,10 +19,11 @@ _CASE = (*_SETTING, "direction", "implementation", "tokens", "sparse_share")
 
 
 def about() -> dict[str, Any]:
-    """Device and versions. cuDNN's is that of the package that JAX and PyTorch both load."""
+    """Device and versions. cuDNN's is that of the package that JAX and PyTorch both load; `platform` is what JAX knows of CUDA."""
     cudnn = [version for name in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12") if (version := _version(name))]
     return {
         "device": jax.devices()[0].device_kind,
+        "platform": " ".join(jax.devices()[0].client.platform_version.split()),
         "jax": jax.__version__,
         **{name: _version(name) for name in ("jaxlib", "torch", "triton")},
         "cudnn": cudnn[0] if cudnn else None,

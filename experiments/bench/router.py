@@ -11,8 +11,8 @@ from flax import nnx
 
 from elastic_jax.config import RouterConfig
 from elastic_jax.router import AttentionRouter, choose_routing, pool_keys
-from experiments.bench.timing import JaxCall, interleaved, milliseconds
-from pallas_kernels.shapes import SHAPES
+from experiments.bench.shapes import SHAPES
+from experiments.bench.timing import JaxCall, fields, interleaved, progress
 
 TOKENS = tuple(2**power for power in range(9, 21))  # 512 to 1M, the paper's range
 _KV_HEADS = (8, 32)  # grouped heads, and a model without groups
@@ -40,22 +40,25 @@ def run(*, shape: str, tokens: Sequence[int], config: RouterConfig, dtype: str, 
 
     for length in tokens:
         for kv_heads in _KV_HEADS:
+            progress(f"router: {length} tokens, {kv_heads} KV heads")
             keys = jnp.ones((1, length, kv_heads, head_dim), dtype)  # the time does not depend on the values
             user_turn = jnp.array([[[0, length]]], jnp.int32)
             calls = {"chain": JaxCall(chain, state, keys, user_turn), "call": _Waiting(JaxCall(decide, state, keys, user_turn))}
             times = interleaved(calls, samples)
-            times["chain"] = [seconds / _LOOPS for seconds in times["chain"]]
             for timed, seconds in times.items():
+                if timed == "chain" and not isinstance(seconds, str):
+                    seconds = [of_all / _LOOPS for of_all in seconds]
                 yield {
                     "what": "router",
                     "implementation": timed,
+                    "batch": 1,
                     "tokens": length,
                     "kv_heads": kv_heads,
                     "head_dim": head_dim,
                     "width": config.width,
                     "pooling": config.pooling,
                     "dtype": dtype,
-                } | milliseconds(seconds)
+                } | fields(seconds)
 
 
 class _Waiting:

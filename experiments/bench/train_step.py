@@ -13,6 +13,7 @@ import numpy as np
 from elastic_jax.data.batch import PackedBatch
 from elastic_jax.elastic import Arrays, ElasticModel
 from elastic_jax.trainer import TrainConfig, data_mesh, init_state, make_train_step, shard_batch
+from experiments.bench.timing import progress
 
 
 def _random_pack(model: ElasticModel, tokens: int) -> PackedBatch:
@@ -40,6 +41,7 @@ def run(model: ElasticModel, backbone: Arrays, *, tokens: int, samples: int) -> 
     config = TrainConfig(global_batch=1)
     mesh = data_mesh(jax.devices()[:1])
     state, batch = init_state(model, config), shard_batch(_random_pack(model, tokens), mesh)
+    progress(f"train_step: {tokens} tokens")
     started = time.perf_counter()
     step = make_train_step(model, config, mesh).lower(state, backbone, batch).compile()
     compile_s = time.perf_counter() - started
@@ -53,6 +55,7 @@ def run(model: ElasticModel, backbone: Arrays, *, tokens: int, samples: int) -> 
     median = statistics.median(seconds)
     yield {
         "what": "train_step",
+        "batch": 1,
         "tokens": tokens,
         "setting": model.sparsity.setting,
         "block_size": model.sparsity.block_size,
@@ -62,6 +65,7 @@ def run(model: ElasticModel, backbone: Arrays, *, tokens: int, samples: int) -> 
         "compile_s": round(compile_s, 2),
         "median_ms": round(1e3 * median, 2),
         "min_ms": round(1e3 * min(seconds), 2),
+        "samples": samples,
         "tokens_per_second": round(tokens / median, 1),
         "temporary_gib": round(step.memory_analysis().temp_size_in_bytes / 2**30, 3),
         "peak_gib": round(stats["peak_bytes_in_use"] / 2**30, 3) if "peak_bytes_in_use" in stats else None,

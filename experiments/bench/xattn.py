@@ -19,18 +19,19 @@ from flax import nnx
 from elastic_jax import assets
 from elastic_jax.config import HeadMode, SparsityConfig
 from elastic_jax.plan import BlockMask, uniform_plan
-from elastic_jax.sparsity.xattention import estimate_blocks
+from elastic_jax.sparsity.xattention import EstimateImplementation, estimate_blocks
 from elastic_jax.weights.load import load_model, load_tokenizer
 from experiments.bench.attention import free_memory
 from experiments.bench.implementations import OURS, Prepared, attempt, jax_forward
-from experiments.bench.problem import Problem, dense_flops, visited_share
-from experiments.bench.timing import Call, JaxCall, interleaved, milliseconds
+from experiments.bench.problem import ForwardReference, Problem, dense_flops, visited_share
+from experiments.bench.shapes import SHAPES
+from experiments.bench.timing import JaxCall, fields, interleaved, progress
 from pallas_kernels.api import mixed_head_attention
-from pallas_kernels.shapes import SHAPES
 
-TOKENS = (16_384, 65_536, 131_072)
+TOKENS = (16_384, 65_536, 131_072, 262_144)
 IMPLEMENTATIONS = ("mosaic", "triton", "xla", "cudnn_jax")
 INPUTS = ("random", "demo")
+_ABOUT = ("shape", "heads", "kv_heads", "head_dim", "batch", "tokens")
 _DEMO = "smollm2_135m"
 _DEMO_TOKENS = 4096  # of text; the model's positions end at 8192
 
@@ -46,7 +47,7 @@ def run(
     samples: int,
 ) -> Iterator[dict[str, Any]]:
     """For each length and inputs: the estimate with its selection, dense attention (`cudnn_jax`), and with ours the attention over the
-    selected blocks alone (`attention`) and together with the estimate (`layer`)."""
+    selected blocks alone (`attention`) and together with the estimate (`layer`), whose errors are those of attention over these blocks."""
     if unknown := sorted(set(inputs) - set(INPUTS)):
         raise ValueError(f"--xattn_inputs: {', '.join(unknown)} unknown; accepted are {', '.join(INPUTS)}")
     if unknown := sorted(set(implementations) - {*OURS, "cudnn_jax"}):
@@ -58,12 +59,14 @@ def run(
             about = {
                 "what": "xattn",
                 "inputs": kind,
-                **{key: value for key, value in problem.about().items() if key in ("shape", "heads", "kv_heads", "head_dim", "tokens")},
+                **{key: value for key, value in problem.about().items() if key in _ABOUT},
                 "dtype": dtype,
                 "block_size": sparsity.block_size,
                 "stride": sparsity.xattn_stride,
                 "threshold": sparsity.xattn_threshold,
+                "estimate_implementation": _estimate_implementation(),
             }
+            progress(f"xattn: {length} tokens, {kind} inputs")
             try:
                 q, k = _demo_queries_and_keys(length, dtype) if kind == "demo" else problem.arrays[:2]
             except FileNotFoundError as error:  # the demo model has not been fetched
@@ -84,40 +87,68 @@ def _case(
     samples: int,
 ) -> Iterator[dict[str, Any]]:
     v = problem.arrays[2]
-    blocks = problem.tokens // sparsity.block_size
-    selected = _estimate(q, k, sparsity)
-    kept = visited_share(np.asarray(selected.to_dense(blocks)[0]), sparsity.block_size)
+    # Where the estimate fails, so does each of the attempts that need it, with the same reason.
+    selection = functools.cache(lambda: _Selection(q, k, v, sparsity))
     attempts: dict[tuple[str, str], Prepared | str] = {
-        ("estimate", "estimate"): attempt(lambda: Prepared(JaxCall(_estimate, q, k, sparsity)), None)
+        ("estimate", "estimate"): attempt("estimate", lambda: Prepared(selection().estimate), None)
     }
+    kept = None if isinstance(attempts["estimate", "estimate"], str) else selection().kept
+
+    def attention(name: str) -> Prepared:
+        return Prepared(JaxCall(functools.partial(_attend, name), q, k, v, selection().blocks, sparsity), lambda out: (out,))
+
+    def layer(name: str) -> Prepared:
+        return Prepared(JaxCall(functools.partial(_layer, name), q, k, v, sparsity), lambda out: (out,))
+
     for name in implementations:
         if name == "cudnn_jax":  # its time does not depend on the values
-            attempts[name, "dense"] = attempt(lambda: jax_forward("cudnn_jax", problem), None)
+            attempts[name, "dense"] = attempt("cudnn_jax", lambda: jax_forward("cudnn_jax", problem), None)
             continue
-        attend, layer = functools.partial(_attend, name), functools.partial(_layer, name)
-        attempts[name, "attention"] = attempt(lambda attend=attend: Prepared(JaxCall(attend, q, k, v, selected, sparsity)), None)
-        attempts[name, "layer"] = attempt(lambda layer=layer: Prepared(JaxCall(layer, q, k, v, sparsity)), None)
-    calls: dict[str, Call] = {" ".join(key): x.call for key, x in attempts.items() if isinstance(x, Prepared)}
-    times = interleaved(calls, samples)
-    dense = milliseconds(times["cudnn_jax dense"])["median_ms"] if "cudnn_jax dense" in times else None
-    for (name, part), prepared in attempts.items():
-        record = about | {"implementation": name, "part": part, "kept_share": round(kept, 4)}
-        if isinstance(prepared, Prepared):
-            record |= milliseconds(times[f"{name} {part}"])
+        for part, build in (("attention", attention), ("layer", layer)):
+            error_of = lambda outputs: selection().exact.error(outputs[0])
+            attempts[name, part] = attempt(f"{name} {part}", functools.partial(build, name), error_of)
+    times = interleaved({" ".join(key): x.call for key, x in attempts.items() if isinstance(x, Prepared)}, samples)
+    results: dict[tuple[str, str], dict[str, Any]] = {
+        key: fields(times[" ".join(key)]) | x.notes if isinstance(x, Prepared) else {"reason": x} for key, x in attempts.items()
+    }
+    dense = results["cudnn_jax", "dense"].get("median_ms") if ("cudnn_jax", "dense") in results else None
+    for (name, part), result in results.items():
+        record = about | {"implementation": name, "part": part, "kept_share": None if kept is None else round(kept, 4)} | result
+        if "median_ms" in record:
             if dense is not None:
                 record["speedup_over_dense"] = round(dense / record["median_ms"], 4)
-            if part in ("attention", "layer"):
+            if part in ("attention", "layer") and kept is not None:
                 record["ideal_speedup"] = round(1.0 / kept, 4)  # of attention, were the estimate free and every block equally fast
             if part != "estimate":
                 record["tflops"] = round(dense_flops(problem.shape, problem.tokens) / record["median_ms"] / 1e9, 2)
-        else:
-            record["reason"] = prepared
         yield record
+
+
+class _Selection:
+    """The estimate's call, the blocks that it selects, their share of the causal pairs, and exact attention over them."""
+
+    def __init__(self, q: jax.Array, k: jax.Array, v: jax.Array, sparsity: SparsityConfig):
+        self.estimate = JaxCall(_estimate, q, k, sparsity)
+        self.blocks = _estimate(q, k, sparsity)
+        visible = np.asarray(self.blocks.to_dense(q.shape[1] // sparsity.block_size)[0])
+        self.kept = visited_share(visible, sparsity.block_size)
+        self.exact = ForwardReference(q, k, v, visible, sparsity.block_size)
+
+
+def _estimate_implementation() -> EstimateImplementation:
+    return "triton" if jax.default_backend() == "gpu" else "xla"
 
 
 @functools.partial(jax.jit, static_argnames="sparsity")
 def _estimate(q: jax.Array, k: jax.Array, sparsity: SparsityConfig) -> BlockMask:
-    return estimate_blocks(q, k, block_size=sparsity.block_size, stride=sparsity.xattn_stride, threshold=sparsity.xattn_threshold)
+    return estimate_blocks(
+        q,
+        k,
+        block_size=sparsity.block_size,
+        stride=sparsity.xattn_stride,
+        threshold=sparsity.xattn_threshold,
+        implementation=_estimate_implementation(),
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "sparsity"))
