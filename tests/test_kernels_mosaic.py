@@ -16,9 +16,9 @@ if jax.__version_info__ < (0, 11):
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from experiments.bench.shapes import SHAPES
 from pallas_kernels import mosaic, reference
 from pallas_kernels.mosaic import tiles
-from pallas_kernels.shapes import SHAPES
 
 SMALL = functools.partial(Case, block=128, head_dim=64, dtype=jnp.bfloat16)
 # Interpreted kernels run one thread a warpgroup in Python, so the cases are few and small.
