@@ -1,9 +1,9 @@
 """The backward kernels for Hopper: dQ by query rows, dK and dV by key rows, hence no atomics and the same bits in every run.
 
 Each computes P again from the log-sum-exp. The two together do 7 products per pair of blocks where one kernel with atomics would do 5.
-Warpgroups do not take turns here: with three and four products a
-step the tensor cores are busy without, and turns cost 2 to 3 % (H200, jax 0.11.2). Starting the last product of a step together with
-the first ones of the next, as the forward kernel does, needed more registers than there are.
+Warpgroups do not take turns here: with three and four products a step the tensor cores are busy without, and turns cost 2 to 3 % (H200,
+jax 0.11.2). Starting the last product of a step together with the first ones of the next, as the forward kernel does, needed more
+registers than there are.
 """
 
 from __future__ import annotations
