@@ -17,6 +17,7 @@ from elastic_jax.config import HeadMode, SparsityConfig
 from elastic_jax.plan import BlockMask, HeadPlan, per_block, routed_plan, uniform_plan
 from elastic_jax.sparsity.xattention import EstimateImplementation, estimate_blocks
 from pallas_kernels.api import Implementation, mixed_head_attention, mixed_head_attention_backward
+from pallas_kernels.checks import expect_array
 
 # What the backward pass keeps of the attention kernels' work is named "attention_out" (outputs of both branches) and "attention_lse"
 # (log-sum-exp, decisions and XAttention's selected blocks): under the decoder's SAVE_ATTENTION no kernel runs a second time.
@@ -62,7 +63,7 @@ def routed_attention(
     Raises:
       ValueError: shapes that do not fit; and what `mixed_head_attention` raises.
     """
-    _check(q, k, is_full, document, first_block, sparsity)
+    _check(q, k, is_full, document, first_block, valid, sparsity)
     return _routed(_Static(sparsity, implementation), q, k, v, is_full, document, first_block, valid)
 
 
@@ -85,7 +86,9 @@ def selected_attention(
 
     Returns: ([B, T, N, H] in q's dtype, the plan: mode i8[B, K] where `document` is None, else i8[B, Q, K]).
     """
-    _check(q, k, is_full, document, first_block, sparsity)
+    _check(q, k, is_full, document, first_block, valid, sparsity)
+    if lengths is not None:
+        expect_array("lengths", lengths)
     blocks = None
     if _uses_xattention(sparsity):
         if lengths is not None:
@@ -174,7 +177,7 @@ def _estimate(
         valid=valid,
         needed=needed,
         # An unknown name is left to `mixed_head_attention`, which says what is accepted.
-        implementation=_ESTIMATES.get(static.implementation) if static.implementation else None,
+        implementation=_ESTIMATES[static.implementation] if static.implementation in list(_ESTIMATES) else None,
     )
 
 
@@ -186,17 +189,28 @@ def _per_token(is_full: jax.Array, document: jax.Array | None, q: jax.Array, spa
 
 
 def _check(
-    q: jax.Array, k: jax.Array, is_full: jax.Array, document: jax.Array | None, first_block: jax.Array | None, sparsity: SparsityConfig
+    q: jax.Array,
+    k: jax.Array,
+    is_full: jax.Array,
+    document: jax.Array | None,
+    first_block: jax.Array | None,
+    valid: jax.Array | None,
+    sparsity: SparsityConfig,
 ) -> None:
+    for name, x in (("q", q), ("k", k), ("is_full", is_full), ("document", document), ("first_block", first_block), ("valid", valid)):
+        if x is not None:
+            expect_array(name, x)
     if q.ndim != 4 or k.ndim != 4 or k.shape[1] != q.shape[1]:
         raise ValueError(f"q has shape {q.shape}, k has shape {k.shape}: accepted are [B, T, N, H] and [B, T, K, H] with one T")
-    batch, kv_heads = q.shape[0], k.shape[2]
+    batch, tokens, kv_heads = q.shape[0], q.shape[1], k.shape[2]
     if is_full.ndim != 3 or is_full.shape[::2] != (batch, kv_heads) or (document is None and is_full.shape[1] != 1):
         raise ValueError(
             f"is_full has shape {is_full.shape}: accepted is ({batch}, C, {kv_heads}) with C documents, C = 1 where document is None"
         )
     if (document is None) != (first_block is None):
         raise ValueError("document and first_block: accepted are two arrays, or None for both")
-    blocks = -(-q.shape[1] // sparsity.block_size)
+    blocks = -(-tokens // sparsity.block_size)
     if document is not None and document.shape != (batch, blocks):
         raise ValueError(f"document has shape {document.shape}: accepted is ({batch}, {blocks}), one entry per block")
+    if valid is not None and (valid.shape != (batch, tokens) or valid.dtype != bool):
+        raise ValueError(f"valid has dtype {valid.dtype}, shape {valid.shape}: accepted is bool of shape ({batch}, {tokens})")

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from elastic_jax.config import HeadMode, SparsityConfig
 
@@ -44,14 +45,18 @@ class BlockMask:
 
     @classmethod
     def from_dense(cls, visible: jax.Array) -> BlockMask:
-        """From bool[B, K or N, Q, J]; any leading axes are kept."""
+        """From bool[B, K or N, Q, J]; any leading axes are kept. Raises ValueError for other dtypes."""
+        if visible.dtype != bool:
+            raise ValueError(f"visible has dtype {visible.dtype}: accepted is bool")
         pad = -visible.shape[-1] % cls.WORD
         bits = jnp.pad(visible.astype(jnp.uint32), [(0, 0)] * (visible.ndim - 1) + [(0, pad)])
         bits = bits.reshape(*visible.shape[:-1], -1, cls.WORD)
         return cls(bitmap=jnp.sum(bits << jnp.arange(cls.WORD, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32))
 
     def to_dense(self, num_key_blocks: int) -> jax.Array:
-        """To bool[B, K or N, Q, num_key_blocks]."""
+        """To bool[B, K or N, Q, num_key_blocks]. Raises ValueError where the bitmap has fewer columns."""
+        if not 0 <= num_key_blocks <= self.bitmap.shape[-1] * self.WORD:
+            raise ValueError(f"num_key_blocks={num_key_blocks}: accepted are 0 to {self.bitmap.shape[-1] * self.WORD}")
         return _unpack(self.bitmap, num_key_blocks)
 
 
@@ -77,7 +82,10 @@ class HeadPlan:
 
 
 def uniform_plan(mode: HeadMode, batch: int, kv_heads: int, sparsity: SparsityConfig, *, blocks: BlockMask | None = None) -> HeadPlan:
-    """The plan where every head of every entry attends in the same `mode`; BLOCK_SPARSE needs `blocks`, or ValueError."""
+    """The plan where every head of every entry attends in the same `mode`. Raises ValueError for an unknown mode, and for BLOCK_SPARSE
+    without `blocks`."""
+    if mode not in list(HeadMode):
+        raise ValueError(f"mode={mode!r}: accepted are the values of HeadMode, 0 to 2")
     _require_blocks([mode], blocks)
     return HeadPlan(mode=jnp.full((batch, kv_heads), mode, jnp.int8), blocks=blocks, **_window(sparsity))
 
@@ -96,8 +104,16 @@ def routed_plan(
     Returns: a plan with mode i8[B, J, K], or i8[B, K] where `document` is None.
 
     Raises:
-      ValueError: the setting has BLOCK_SPARSE heads and there are no `blocks`.
+      ValueError: the setting has BLOCK_SPARSE heads and there are no `blocks`; shapes that do not fit; known document ids from C on.
     """
+    if is_full.ndim != 3 or (document is None and is_full.shape[1] != 1):
+        raise ValueError(f"is_full has shape {is_full.shape}: accepted is (B, C, K) with C documents, C = 1 where document is None")
+    if document is not None:
+        if document.ndim != 2 or document.shape[0] != is_full.shape[0] or not jnp.issubdtype(document.dtype, jnp.integer):
+            accepted = f"integers of shape ({is_full.shape[0]}, J)"
+            raise ValueError(f"document has dtype {document.dtype}, shape {document.shape}: accepted are {accepted}")
+        if not isinstance(document, Tracer) and np.asarray(document).max(initial=-1) >= is_full.shape[1]:
+            raise ValueError(f"document has id {np.asarray(document).max()}: accepted are ids below C = {is_full.shape[1]}, -1 for padding")
     _require_blocks([sparsity.retrieval_mode, sparsity.sparse_mode], blocks)
     mode = jnp.where(per_block(is_full, document) > 0.5, sparsity.retrieval_mode, sparsity.sparse_mode).astype(jnp.int8)
     return HeadPlan(mode=mode[:, 0] if document is None else mode, blocks=blocks, **_window(sparsity))

@@ -32,6 +32,7 @@ def main(argv: list[str]) -> None:
     # JAX would take most of the GPU's memory at its first use and leave PyTorch none. Read when the device is opened, which is later.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with errors_in_one_line():
+        _refuse_empty_lists()
         folder = Path(values.out) if values.out else None
         if values.what == "report":
             if folder is None or not (files := sorted(folder.glob("*.jsonl"))):
@@ -40,6 +41,8 @@ def main(argv: list[str]) -> None:
             files = [folder / f"{values.what}.jsonl"] if folder is not None else []
             report.write(_records(values.what), files[0] if files else None)
         for file in files:
+            if not file.stat().st_size:
+                print(f"{file} is empty", file=sys.stderr)
             for path in filter(None, (report.table(file), report.plot(file))):
                 print(f"wrote {path}", file=sys.stderr)
 
@@ -81,14 +84,24 @@ def _records(what: str) -> Iterator[dict[str, Any]]:
     )
 
 
+def _refuse_empty_lists() -> None:
+    for flag in ("tokens", "sparse_shares", "implementations", "xattn_inputs"):
+        if flags.FLAGS[flag].value == []:
+            raise ValueError(f"--{flag}= is empty: leave it out for all, or give values with commas between them")
+
+
 def _numbers(flag: str, kind: type, default: Any) -> Any:
     texts: list[str] | None = flags.FLAGS[flag].value
     if texts is None:
         return default
     try:
-        return [kind(text) for text in texts]
-    except ValueError as error:
-        raise ValueError(f"--{flag}={','.join(texts)}: accepted are numbers with commas between them") from error
+        numbers = [kind(text) for text in texts]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < (1 if kind is int else 0):
+        accepted = "whole numbers from 1" if kind is int else "numbers from 0"
+        raise ValueError(f"--{flag}={','.join(texts)}: accepted are {accepted}, with commas between them")
+    return numbers
 
 
 def _options(text: str) -> dict[str, dict[str, Any]]:

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from elastic_jax.plan import HeadPlan
 from pallas_kernels import device, reference, xla
-from pallas_kernels.checks import check, expect
+from pallas_kernels.checks import check, check_backward
 
 Implementation = Literal["reference", "xla", "triton", "mosaic", "jax_triton"]
 
@@ -69,7 +69,8 @@ def mixed_head_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Causal attention where every KV head, with the query heads of its group, attends as its plan says.
 
-    Differentiable by q, k and v. The log-sum-exp is for merging and for the backward pass: its own gradient is taken as zero.
+    Differentiable by q, k and v, once and in reverse mode. The log-sum-exp is for merging and for the backward pass: its own gradient is
+    taken as zero.
 
     Args:
       q: [B, T, N, H] in bfloat16, float16 or float32; the softmax is float32 always. Any H.
@@ -117,8 +118,7 @@ def mixed_head_attention_backward(
     `d_out` is out's cotangent. Everything else, and what is raised, as in `mixed_head_attention`.
     """
     check(q, k, v, plan, lengths, first_block, scale)
-    for name, x, shape in (("out", out, q.shape), ("lse", lse, q.shape[:3]), ("d_out", d_out, q.shape)):
-        expect(name, x.shape, [shape])
+    check_backward(q, out, lse, d_out)
     return _backward(_static(q, plan, scale, implementation), q, k, v, out, lse, d_out, plan, lengths, first_block)
 
 
@@ -229,7 +229,7 @@ class _Padding:
     def __init__(self, q: jax.Array, k: jax.Array, plan: HeadPlan, lengths: jax.Array | None):
         self.batch, self.num_queries = q.shape[:2]
         self.num_keys = k.shape[1]
-        self.lengths = lengths
+        self.lengths = None if lengths is None else jnp.minimum(lengths, self.num_keys).astype(jnp.int32)
         self.back = -self.num_keys % plan.block_size
         self.front = (self.num_keys - self.num_queries) % plan.block_size  # so that queries start on a block as well
 
@@ -246,8 +246,8 @@ class _Padding:
         num_blocks = (self.num_keys + self.back) // plan.block_size
         mode = plan.mode[:, None] if plan.mode.ndim == 2 else plan.mode
         mode = jnp.broadcast_to(mode, (self.batch, num_blocks, mode.shape[-1])).astype(jnp.int8)
-        lengths = jnp.full((self.batch,), self.num_keys, jnp.int32) if self.lengths is None else jnp.minimum(self.lengths, self.num_keys)
-        first = jnp.zeros((self.batch, num_blocks), jnp.int32) if first_block is None else first_block
+        lengths = jnp.full((self.batch,), self.num_keys, jnp.int32) if self.lengths is None else self.lengths
+        first = jnp.zeros((self.batch, num_blocks), jnp.int32) if first_block is None else jnp.asarray(first_block, jnp.int32)
         return dataclasses.replace(plan, mode=mode), lengths, first
 
     def _pad(self, x: jax.Array, offset: int, front: int) -> jax.Array:

@@ -123,9 +123,9 @@ def forward(
                 return new_peak, total * decay + p.sum(-1), acc
 
             rows = query.shape[:2]
-            start = (jnp.full(rows, -jnp.inf), jnp.zeros(rows), jnp.zeros(query.shape, jnp.float32))
+            start = (jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32), jnp.zeros(query.shape, jnp.float32))
             peak, total, acc = jax.lax.fori_loop(0, visits.num, step, start)
-            seen = total > 0
+            seen = total != 0  # NaN stays NaN
             total = jnp.where(seen, total, 1.0)
             return None, ((acc / total[..., None]).astype(q.dtype), jnp.where(seen, peak + jnp.log(total), -jnp.inf))
 

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -400,10 +401,44 @@ def test_program_prints_flushes_and_draws(tmp_path):
     assert (tmp_path / "attention.png").stat().st_size > 10_000
 
 
+LINE = {"what": "attention", "shape": "s", "dtype": "d", "block_size": 1, "sink_blocks": 1, "local_blocks": 1, "device": "x", "tokens": 8}
+LINE |= {"direction": "forward", "dense": False, "jax": "1", "torch": "2", "triton": "3", "cudnn": "4"}
+
+
+@pytest.mark.parametrize("damaged", [b"{broken", b"[1, 2]", b'{"median_ms": 1, "sparse_share": 0.5}', b"\xff\xfe", b'{"what": "attenti'])
+def test_damaged_files_are_refused_before_anything_runs(damaged, tmp_path):
+    file = tmp_path / "attention.jsonl"
+    file.write_bytes(json.dumps(LINE).encode() + b"\n" + damaged)
+    measured = iter(lambda: pytest.fail("measured"), None)
+    for use in (report.read, report.plot, report.table, lambda file: report.write(measured, file)):
+        with pytest.raises(ValueError, match=re.escape(f"{file}, line 2: not a whole line of a benchmark")):
+            use(file)
+    assert file.read_bytes().endswith(damaged)
+
+
+def test_folders_that_cannot_be_written_are_refused_before_anything_runs(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=re.escape(f"--out={tmp_path / 'file'}: ")):
+        report.write(iter(lambda: pytest.fail("measured"), None), tmp_path / "file" / "attention.jsonl")
+
+
+@pytest.mark.parametrize("text", ["-5", "0", "a", "64,"])
+def test_lists_of_numbers_are_refused(text, monkeypatch):
+    monkeypatch.setattr(benchmark.flags, "FLAGS", {"tokens": types.SimpleNamespace(value=text.split(","))})
+    with pytest.raises(ValueError, match=f"--tokens={text}: accepted are whole numbers from 1, with commas between them"):
+        benchmark._numbers("tokens", int, None)
+
+
+def test_empty_lists_are_refused(monkeypatch):
+    lists = {"tokens": ["1"], "sparse_shares": None, "implementations": [], "xattn_inputs": ["demo"]}
+    monkeypatch.setattr(benchmark.flags, "FLAGS", {name: types.SimpleNamespace(value=value) for name, value in lists.items()})
+    with pytest.raises(ValueError, match="--implementations= is empty"):
+        benchmark._refuse_empty_lists()
+
+
 def test_lines_of_the_same_case_replace_each_other_and_reasons_draw_nothing(tmp_path):
     file = tmp_path / "dispatch.jsonl"
-    line = dict(shape="s", dtype="d", block_size=1, sink_blocks=1, local_blocks=1, device="x", direction="forward", dense=False, tokens=8)
-    line |= {"sparse_share": 0.5, "ours": "mosaic"}
+    line = LINE | {"sparse_share": 0.5, "ours": "mosaic"}
     row = lambda name, ms, ratio: json.dumps(line | {"implementation": name, "median_ms": ms, "times_ours": ratio}) + "\n"
     failed = json.dumps(line | {"implementation": "serial_cudnn", "reason": "none"}) + "\n"
     file.write_text(row("mosaic", 1.0, 1.0) + failed)
@@ -415,8 +450,7 @@ def test_lines_of_the_same_case_replace_each_other_and_reasons_draw_nothing(tmp_
 
 def test_table_has_times_ratios_and_shares_of_the_ideal(tmp_path):
     file = tmp_path / "attention.jsonl"
-    line = dict(shape="s", dtype="d", block_size=1, sink_blocks=1, local_blocks=1, device="x", direction="forward", dense=False, tokens=8)
-    line |= {"ours": "xla", "jax": "1", "torch": "2", "triton": "3", "cudnn": "4"}
+    line = LINE | {"ours": "xla"}
     measured = [
         ("xla", 0.0, 4.0, 1.0, 1.0),
         ("flex_torch", 0.0, 6.0, 1.5, 1.0),

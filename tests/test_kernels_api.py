@@ -20,6 +20,8 @@ X = inputs(Case(name="api", queries=40, keys=50, heads=4, kv_heads=2, batch=2)) 
 
 def call(**changes):
     """Under jit, for speed: refusals happen while tracing."""
+    if "k" in changes and isinstance(changes["k"], list):  # which jit would take apart
+        return api.mixed_head_attention(X.q, changes["k"], X.v, X.plan)
     static = {"implementation": changes.pop("implementation", "reference"), "scale": changes.pop("scale", None)}
     arrays = {"q": X.q, "k": X.k, "v": X.v, "plan": X.plan, **changes}
     return jax.jit(functools.partial(api.mixed_head_attention, **static))(**arrays)
@@ -39,8 +41,14 @@ BAD = {
     "queries_exceed_keys": ({"k": X.k[:, :39], "v": X.v[:, :39]}, "S >= 40"),
     "v_shape": ({"v": X.v[:, :49]}, r"v has shape \(2, 49, 2, 16\): accepted is \(2, 50, 2, 16\)"),
     "scale": ({"scale": 0.0}, r"scale=0.0"),
-    "block_size": (plan(block_size=48), "plan.block_size=48: accepted are powers of two from 16"),
-    "window": (plan(local_blocks=0), "plan.local_blocks=0"),
+    "empty_batch": ({"q": X.q[:0], "k": X.k[:0], "v": X.v[:0]}, r"q has shape \(0, 40, 4, 16\): .* none of them 0"),
+    "list": ({"k": [1.0]}, "accepted are arrays"),
+    "plan": ({"plan": {"mode": X.plan.mode}}, "accepted is a HeadPlan"),
+    "scale_overflows": ({"scale": 1e300}, "scale=1e\\+300: accepted are None and Python numbers above 0 that float32 can hold"),
+    "block_size": (plan(block_size=48), "plan.block_size=48: accepted are powers of two from 16 to 4096"),
+    "huge_block_size": (plan(block_size=2**20), "plan.block_size=1048576"),
+    "window": (plan(local_blocks=0), "plan.local_blocks=0: accepted are integers from 1"),
+    "sink": (plan(sink_blocks=2**31), "plan.sink_blocks=2147483648"),
     "mode_shape": (plan(mode=X.plan.mode[:, :1]), r"plan.mode has shape \(2, 1\): accepted is \(2, 2\) or \(2, 4, 2\)"),
     "mode_blocks": (plan(mode=jnp.zeros((2, 3, 2), jnp.int8)), r"plan.mode has shape \(2, 3, 2\)"),
     "mode_dtype": (plan(mode=jnp.zeros((2, 2))), "plan.mode has dtype float32: accepted are integers"),
@@ -113,6 +121,11 @@ def test_none_is_the_best_for_device_and_call(capability, changes, best, monkeyp
 
 
 def test_backward_checks_what_the_forward_returned():
+    lse = jnp.zeros((2, 40, 4))
+    with pytest.raises(ValueError, match="lse has dtype int8: accepted is float32"):
+        api.mixed_head_attention_backward(X.q, X.k, X.v, X.d_out, lse.astype(jnp.int8), X.d_out, X.plan)
+    with pytest.raises(ValueError, match="d_out has dtype int32: accepted is floating point"):
+        api.mixed_head_attention_backward(X.q, X.k, X.v, X.d_out, lse, X.d_out.astype(jnp.int32), X.plan)
     with pytest.raises(ValueError, match=r"lse has shape \(2, 40\)"):
         api.mixed_head_attention_backward(X.q, X.k, X.v, X.d_out, jnp.zeros((2, 40)), X.d_out, X.plan)
 
@@ -188,3 +201,19 @@ def test_device_of_a_lowering_is_the_abstract_one():
     abstract = jax.sharding.AbstractDevice(device_kind="NVIDIA A100-SXM4-80GB", num_cores=None, platform="gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=abstract)):
         assert (device.platform(), device.compute_capability()) == ("gpu", None)
+
+
+def test_nan_among_visible_keys_is_not_an_empty_row():
+    out, lse = call(k=X.k.at[0, 10].set(jnp.nan), plan=dataclasses.replace(X.plan, mode=jnp.zeros((2, 2), jnp.int8)), implementation="xla")
+    assert np.isnan(np.asarray(lse[0])).all()  # every query comes after key 10
+    assert np.isfinite(np.asarray(out[1])).all()
+
+
+def test_float32_results_whatever_the_default_precision():
+    with jax.enable_x64(True):
+        assert call(implementation="xla")[1].dtype == jnp.float32
+
+
+def test_traced_lengths_of_any_integer_type():
+    lengths = jnp.asarray([2**32 - 1, 2**32 - 1], jnp.uint32)
+    np.testing.assert_array_equal(call(lengths=lengths)[0], call()[0])

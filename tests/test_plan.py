@@ -106,3 +106,22 @@ def test_effective_sparsity_with_lengths():
 
 def test_effective_sparsity_of_full_heads_is_zero():
     np.testing.assert_allclose(effective_sparsity(uniform_plan(F, 1, 2, SparsityConfig()), 9), [[0.0]], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: BlockMask.from_dense(jnp.ones((1, 2), jnp.int32)), "visible has dtype int32: accepted is bool"),
+        (lambda: BlockMask(bitmap=jnp.zeros((1, 1), jnp.uint32)).to_dense(64), "num_key_blocks=64: accepted are 0 to 32"),
+        (lambda: uniform_plan(7, 1, 2, SparsityConfig()), "mode=7: accepted are the values of HeadMode"),
+        (lambda: routed_plan(jnp.ones((1, 2, 2)), SparsityConfig()), "C = 1 where document is None"),
+        (
+            lambda: routed_plan(jnp.ones((1, 1, 2)), SparsityConfig(), document=jnp.array([[0, 5]])),
+            "document has id 5: accepted are ids below C = 1",
+        ),
+        (lambda: routed_plan(jnp.ones((2, 1, 2)), SparsityConfig(), document=jnp.array([[0, 0]])), r"document has .*shape \(1, 2\)"),
+    ],
+)
+def test_refuses(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

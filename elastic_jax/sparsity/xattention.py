@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from elastic_jax.config import HeadMode
 from elastic_jax.plan import BlockMask, see_blocks
 from pallas_kernels import device
+from pallas_kernels.checks import BLOCK_SIZES, DTYPES, check_documents, expect_array
 
 EstimateImplementation = Literal["xla", "triton"]
 
@@ -64,21 +65,32 @@ def estimate_blocks(
         implementation.
       NotImplementedError: the implementation asked for cannot do the call on this device; the text says why.
     """
-    if q.ndim != 4 or k.ndim != 4 or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or q.shape[2] % k.shape[2]:
+    for name, x in (("q", q), ("k", k), ("first_block", first_block), ("valid", valid), ("needed", needed)):
+        if x is not None:
+            expect_array(name, x)
+    fits = q.ndim == 4 and k.ndim == 4 and 0 not in (*q.shape, *k.shape)
+    if not fits or k.shape[0] != q.shape[0] or k.shape[3] != q.shape[3] or q.shape[2] % k.shape[2]:
         raise ValueError(f"q has shape {q.shape}, k has shape {k.shape}: accepted are [B, T, N, H] and [B, T, K, H], K a divisor of N")
+    if q.dtype not in DTYPES or k.dtype != q.dtype:
+        raise ValueError(f"q has dtype {q.dtype}, k has dtype {k.dtype}: accepted are bfloat16, float16 and float32, the same for both")
     if q.shape[1] != k.shape[1]:
         raise ValueError(f"q has {q.shape[1]} tokens, k has {k.shape[1]}: XAttention scores whole prompts, so they must be equal")
+    if not 1 <= block_size <= BLOCK_SIZES[-1]:
+        raise ValueError(f"block_size={block_size}: accepted are 1 to {BLOCK_SIZES[-1]}")
     if stride < 1 or block_size % stride:
         raise ValueError(f"stride={stride}: it must divide block_size={block_size}")
     if not 0.0 < threshold <= 1.0:
         raise ValueError(f"threshold={threshold}: accepted are values in (0, 1]")
     batch, tokens, heads, kv_heads = *q.shape[:3], k.shape[2]
     blocks = -(-tokens // block_size)
-    first = jnp.zeros((batch, blocks), jnp.int32) if first_block is None else first_block
+    first = jnp.zeros((batch, blocks), jnp.int32) if first_block is None else jnp.asarray(first_block)
     accepted = {"first_block": (first, (batch, blocks)), "valid": (valid, (batch, tokens)), "needed": (needed, (batch, kv_heads))}
     for argument, (x, shape) in accepted.items():
         if x is not None and x.shape != shape:
             raise ValueError(f"{argument} has shape {x.shape}: accepted is {shape}")
+        if x is not None and x.dtype != bool and argument != "first_block":
+            raise ValueError(f"{argument} has dtype {x.dtype}: accepted is bool")
+    check_documents(first)
     estimate = _estimate
     if _choose(implementation, block_size, stride) == "triton":
         from pallas_kernels.xattn_estimate import estimate  # not at the top: JAX will drop what it is written in

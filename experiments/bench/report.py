@@ -16,6 +16,7 @@ from experiments.bench.implementations import NAMES, SERIAL
 # What two lines of one plot must share; and what makes a later line of a file replace an earlier one.
 _SETTING = ("shape", "dtype", "block_size", "sink_blocks", "local_blocks", "device")
 _CASE = (*_SETTING, "direction", "implementation", "tokens", "sparse_share")
+_VERSIONS = ("jax", "torch", "triton", "cudnn")
 
 
 def about() -> dict[str, Any]:
@@ -32,20 +33,40 @@ def about() -> dict[str, Any]:
 
 
 def write(records: Iterable[dict[str, Any]], file: Path | None) -> None:
-    """Prints each record as it comes and appends it to `file`, so that an interrupted run keeps what it measured."""
+    """Prints each record as it comes and appends it to `file`, so that an interrupted run keeps what it measured.
+
+    Raises:
+      ValueError: before anything is measured, where the file cannot be written or holds what `read` refuses.
+    """
     common = about()
+    if file is not None:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+        except OSError as error:
+            raise ValueError(f"--out={file.parent}: {error.strerror}; accepted is a folder that can be written") from error
+        read(file)
     for record in records:
         line = json.dumps(record | peak_memory() | common)
         print(line, flush=True)
         if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("a", encoding="utf-8") as out:
                 out.write(line + "\n")
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The file's records that hold a time; of those of the same case the last."""
-    records = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    """The file's records that hold a time; of those of the same case the last. Raises ValueError for lines that `write` did not write."""
+    records = []
+    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+        try:
+            record = json.loads(line.decode("utf-8"))
+            complete = isinstance(record, dict) and {"what", *_VERSIONS} <= record.keys()
+            complete = complete and ("sparse_share" not in record or {*_CASE, "dense"} <= record.keys())
+        except ValueError:
+            complete = False
+        if not complete:
+            raise ValueError(f"{file}, line {number}: not a whole line of a benchmark; remove it to go on with this file")
+        records.append(record)
     return list({tuple(r.get(key) for key in _CASE): r for r in records if "median_ms" in r}.values())
 
 
@@ -107,7 +128,7 @@ def table(file: Path) -> Path | None:
     cells = {(r["direction"], r["tokens"], r["sparse_share"], r["implementation"]): r for r in records}
     rows = sorted({key[:3] for key in cells})
     columns = [name for name in NAMES if any(key[3] == name for key in cells)]
-    setting = ", ".join(f"{key} {records[-1][key]}" for key in (*_SETTING, "jax", "torch", "triton", "cudnn"))
+    setting = ", ".join(f"{key} {records[-1][key]}" for key in (*_SETTING, *_VERSIONS))
     lines = [setting, "", "| direction | tokens | sparse share | " + " | ".join(columns) + " |", "|---" * (3 + len(columns)) + "|"]
     for row in rows:
         texts = []
