@@ -2,6 +2,8 @@ PYTHON ?= python3
 KERNEL_PYTHON ?= python3.12
 BIN := .venv/bin
 RUN := runs/demo
+KERNEL_TESTS := $(addprefix tests/test_,$(addsuffix .py,kernels_mosaic kernels_triton kernels_triton_lowering kernels_jax_triton kernels_api \
+	xattn_kernels xattention visits attention))
 
 .PHONY: demo test test-kernels lint
 
@@ -16,10 +18,10 @@ test: .venv/installed-dev
 	$(BIN)/python -m experiments.fetch_assets
 	$(BIN)/python -m pytest -n 2 -m "not gpu"
 
-# Lowering, resources and interpreted runs of the GPU kernels with the JAX of a GPU machine; a GPU is not needed.
+# What the kernels rest on, with the JAX of a GPU machine: lowering, resources and interpreted runs of the kernels, their tables and entry,
+# and the attention that calls them. A GPU is not needed.
 test-kernels: .venv-kernels/installed
-	.venv-kernels/bin/python -m pytest -n 2 -m "not gpu" tests/test_kernels_mosaic.py tests/test_kernels_triton.py tests/test_kernels_triton_lowering.py \
-		tests/test_xattn_kernels.py
+	.venv-kernels/bin/python -m pytest -n 2 -m "not gpu" $(KERNEL_TESTS)
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check .

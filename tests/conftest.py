@@ -8,6 +8,8 @@ import pytest
 # Tests compile the same programs again and again, in several processes: one compilation cache serves them all.
 _CACHE = os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"elastic-jax-tests-{os.getuid()}"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+# Threads of XLA's pool: an interpreted Mosaic kernel blocks one per warpgroup, 6 in a pair of CUDA blocks, and small machines have fewer.
+os.environ.setdefault("NPROC", "16")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -15,13 +15,20 @@ import jax
 import pytest
 
 A100, H200 = "NVIDIA A100-SXM4-80GB", "NVIDIA H200"
-A100_SHARED = 166_912  # bytes that one program may have
+# Bytes of shared memory that one program may have: on every GPU from Ampere on (capabilities 8.6 and 8.9 have the least), and on Hopper.
+AMPERE_SHARED, HOPPER_SHARED = 99 * 1024, 227 * 1024
 
 
 def lower_cuda(f, *arguments, kind):
     device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):
         return jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",))
+
+
+def launches(lowered):
+    """[(warps, stages)] of the Triton kernels that a lowered program calls."""
+    found = re.findall(r"num_stages = (\d+) : i32, num_warps = (\d+) : i32", lowered.as_text())
+    return [(int(warps), int(stages)) for stages, warps in found]
 
 
 @contextlib.contextmanager

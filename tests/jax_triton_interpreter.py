@@ -18,9 +18,8 @@ import numpy as np
 from pallas_kernels import api
 from pallas_kernels.common import TritonConfig
 from tests.kernel_cases import CASES as SHARED
-from tests.kernel_cases import Case, inputs, run
+from tests.kernel_cases import NAMES, Case, inputs, run
 
-RESULTS = ("out", "lse", "dq", "dk", "dv")
 # (case, tiles of queries and of keys; None: those of the configuration). bfloat16 is left out: the interpreter keeps it as integers and
 # multiplies these. The slowest shared cases are left out as well.
 CASES = {
@@ -28,9 +27,9 @@ CASES = {
     for case, tiles in [
         *((case, None) for case in SHARED if case.name in ("one_block", "suffix", "no_bitmap", "float16")),
         (Case(name="packed", queries=288, keys=288, heads=4, kv_heads=2, documents=(3, 9, 1, 4), head_dim=64, dtype=jnp.float16), None),
-        (Case(name="ragged", queries=100, keys=133, heads=4, kv_heads=1, batch=2, bitmap="kv", ragged=True), None),
-        (Case(name="wide_query_tiles", queries=192, keys=256, heads=4, kv_heads=2, block=64), (64, 16)),
-        (Case(name="wide_key_tiles", queries=192, keys=256, heads=4, kv_heads=2, block=64), (16, 64)),
+        (Case(name="ragged", queries=100, keys=133, heads=4, kv_heads=2, batch=2, bitmap="kv", ragged=True), None),
+        (Case(name="wide_query_tiles", queries=256, keys=320, heads=4, kv_heads=2, block=64), (64, 16)),
+        (Case(name="wide_key_tiles", queries=256, keys=320, heads=4, kv_heads=2, block=64), (16, 64)),
         (Case(name="many_words", queries=96, keys=1400, heads=2, kv_heads=1, bitmap="kv"), None),
     ]
 }
@@ -89,7 +88,7 @@ def main(output: str) -> None:
     for name, (case, tiles) in CASES.items():
         jax_triton.configs.choose = choose if tiles is None else lambda *_, tiles=tiles, **__: TritonConfig(*tiles, 4, 2)
         jax.clear_caches()
-        for result, value in zip(RESULTS, run(inputs(case), "jax_triton")):
+        for result, value in zip(NAMES, run(inputs(case), "jax_triton")):
             results[f"{name}/{result}"] = np.asarray(value)
     np.savez(output, **results)
 

@@ -16,13 +16,11 @@ import numpy as np
 import pytest
 
 from pallas_kernels import device
-from tests.gpu_lowering import A100_SHARED, resources
+from tests.gpu_lowering import AMPERE_SHARED, HOPPER_SHARED, resources
 from tests.jax_triton_interpreter import CASES as INTERPRETED
-from tests.jax_triton_interpreter import RESULTS
-from tests.kernel_cases import CASES, Case, attend, inputs, run
-from tests.test_kernels_triton import GPU_CASES, MORE_CASES, assert_same_bits, four_plans, take_entries
+from tests.kernel_cases import CASES, NAMES, assert_agrees, assert_gpu_agrees_and_repeats, assert_gpu_entries_are_independent, inputs
+from tests.test_kernels_triton import GPU_CASES, MORE_CASES
 from tests.test_kernels_triton_lowering import LONG, SHAPES, Shape
-from tests.tolerances import assert_close
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs the package triton")
 
@@ -41,14 +39,7 @@ def interpreted(tmp_path_factory):
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_interpreted_agrees_with_the_reference(name, interpreted):
     case, _ = INTERPRETED[name]
-    assert_agrees([interpreted[f"{name}/{result}"] for result in RESULTS], inputs(case), case)
-
-
-def assert_agrees(actual, x, case):
-    for name, a, e in zip(RESULTS, actual, run(x, "reference")):
-        assert a.shape == e.shape
-        assert a.dtype == e.dtype
-        assert_close(a, e, case.dtype, "gradient" if name[0] == "d" else "forward", name)
+    assert_agrees([interpreted[f"{name}/{result}"] for result in NAMES], inputs(case), case)
 
 
 def forward_and_backward(q, k, plan, lengths, first_block):
@@ -107,10 +98,11 @@ FIT = [s for s in SHAPES if s.block == 128 or s.dtype == "bfloat16"]
 
 
 @needs_triton
-@pytest.mark.parametrize(("capability", "target", "limit"), [((8, 0), 80, 99 * 1024), ((9, 0), 90, 227 * 1024)], indirect=["capability"])
+@pytest.mark.parametrize(
+    ("capability", "target", "limit"), [((8, 0), 80, AMPERE_SHARED), ((9, 0), 90, HOPPER_SHARED)], indirect=["capability"]
+)
 @pytest.mark.parametrize("shape", [*FIT, *LONG], ids=repr)
 def test_fits_the_gpu(shape, capability, target, limit, launches):
-    """99 KiB is the limit of capabilities 8.6 and 8.9; an A100 has more."""
     kernels = launches(shape)
     assert len(kernels) == 3
     for kernel, config, module in kernels:
@@ -128,7 +120,7 @@ def test_more_stages_take_more_shared_memory(launches, monkeypatch):
     for stages in (2, 3):
         monkeypatch.setattr(configs, "choose", lambda *_, stages=stages, **__: configs.TritonConfig(64, 64, 4, stages))
         shared.append([resources(module(80), 80, 4, stages)[0] for _, _, module in launches(Shape(block=64, bitmap="query"))])
-    assert all(few < many <= A100_SHARED for few, many in zip(*shared)), shared
+    assert all(few < many for few, many in zip(*shared)), shared
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], indirect=True)
@@ -139,30 +131,12 @@ def test_lowers_for_cuda(shape, capability):
     assert lowered.as_text().count("stablehlo.custom_call @triton_kernel_call") == 3
 
 
-_compiled = jax.jit(functools.partial(attend.__wrapped__, implementation="jax_triton"))
-
-
-def on_gpu(x):
-    # Freed memory full of NaN is what the outputs are then likely to be made of.
-    jnp.full((256, 2**20), jnp.nan).block_until_ready().delete()
-    return _compiled(x.q, x.k, x.v, x.d_out, x.plan, x.lengths, x.first_block)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES + MORE_CASES + GPU_CASES, ids=lambda c: c.name)
 def test_gpu_agrees_with_the_reference(case):
-    x = inputs(case)
-    actual = on_gpu(x)
-    assert_agrees(actual, x, case)
-    for again, first in zip(on_gpu(x), actual):
-        assert_same_bits(again, first)
+    assert_gpu_agrees_and_repeats(case, "jax_triton")
 
 
 @pytest.mark.gpu
 def test_gpu_entries_are_independent():
-    x = four_plans()
-    together = on_gpu(x)
-    assert_agrees(together, x, Case(name="entries", queries=160, keys=192))
-    for b in range(4):
-        for actual, expected in zip(on_gpu(take_entries(x, slice(b, b + 1))), together):
-            assert_same_bits(actual, expected[b : b + 1])
+    assert_gpu_entries_are_independent("jax_triton")

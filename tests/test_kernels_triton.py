@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +10,24 @@ import pytest
 
 from elastic_jax.config import HeadMode
 from elastic_jax.plan import BlockMask
-from pallas_kernels import api, device, reference, triton
+from pallas_kernels import api, triton
 from pallas_kernels.triton import configs
-from tests.kernel_cases import CASES, NAMES, Case, Inputs, assert_agrees, assert_same_bits, attend, four_plans, inputs, take_entries
-from tests.tolerances import assert_close
+from tests.kernel_cases import (
+    CASES,
+    WITHOUT_BITMAP,
+    Case,
+    Inputs,
+    assert_agrees,
+    assert_gpu_agrees_and_repeats,
+    assert_gpu_entries_are_independent,
+    assert_same_bits,
+    attend,
+    four_plans,
+    inputs,
+    take_entries,
+)
 
-# What the shared cases leave out: blocks that are several tiles, tiles of unequal sizes, a bitmap whose words are used up on the way.
+# What the shared cases leave out: blocks that are several tiles, and a bitmap of six words, of which rows use up several.
 MORE_CASES = [
     Case(name="tiles", queries=512, keys=768, heads=4, kv_heads=2, head_dim=64, block=128, ragged=True, dtype=jnp.bfloat16),
     Case(name="many_words", queries=320, keys=1400, heads=2, kv_heads=1, bitmap="kv"),
@@ -25,20 +36,19 @@ GPU_CASES = [
     Case(name="bf16_128", queries=1024, keys=1024, heads=8, kv_heads=2, batch=2, head_dim=128, block=128, ragged=True, dtype=jnp.bfloat16),
     Case(name="bf16_suffix", queries=700, keys=2100, heads=4, kv_heads=2, head_dim=128, block=128, bitmap="kv", dtype=jnp.bfloat16),
     Case(name="f16_packed", queries=1152, keys=1152, heads=4, kv_heads=4, block=64, head_dim=64, documents=(3, 9, 1), dtype=jnp.float16),
-    Case(name="f32_128", queries=512, keys=512, heads=2, kv_heads=1, head_dim=128, block=128, bitmap="none"),
+    Case(name="f32_128", queries=512, keys=512, heads=2, kv_heads=1, head_dim=128, block=128, **WITHOUT_BITMAP),
 ]
 
-# Functions of their own, since a trace holds whether the kernels are interpreted.
+# A function of its own, since a trace holds whether the kernels are interpreted.
 _interpreted = jax.jit(functools.partial(attend.__wrapped__, implementation="triton"))
-_compiled = jax.jit(functools.partial(attend.__wrapped__, implementation="triton"))
 
 
 @pytest.fixture
 def interpret(monkeypatch):
     """Runs a case with interpreted kernels. They write into buffers full of NaN, so what they leave out shows."""
-    kernels = {f.__name__: functools.partial(f, interpret=True) for f in (triton.forward, triton.backward)}
-    monkeypatch.setattr(device, "platform", lambda: "gpu")
-    monkeypatch.setitem(api._KERNELS, "triton", types.SimpleNamespace(**kernels))
+    for kernel in (triton.forward, triton.backward):
+        monkeypatch.setattr(triton, kernel.__name__, functools.partial(kernel, interpret=True))
+    monkeypatch.setattr(api, "_obstacle", lambda *_: None)
     return lambda x: _interpreted(x.q, x.k, x.v, x.d_out, x.plan, x.lengths, x.first_block)
 
 
@@ -52,16 +62,16 @@ def test_agrees_with_the_reference(case, interpret):
 def test_any_tiles_of_a_block(query_tile, key_tile, interpret, monkeypatch):
     monkeypatch.setattr(configs, "choose", lambda *_, **__: configs.TritonConfig(query_tile, key_tile, 4, 2))
     _interpreted.clear_cache()
-    case = Case(name="tiles", queries=192, keys=256, heads=4, kv_heads=2, block=64, bitmap="query")
+    case = Case(name="any_tiles", queries=256, keys=320, heads=4, kv_heads=2, block=64)
     x = inputs(case)
     assert_agrees(interpret(x), x, case)
     _interpreted.clear_cache()
 
 
 def test_entries_and_runs_change_no_bit(interpret):
-    x = four_plans()
+    case, x = four_plans()
     together = interpret(x)
-    assert_agrees(together, x, Case(name="entries", queries=160, keys=192))
+    assert_agrees(together, x, case)
     for actual, expected in zip(interpret(x), together):
         assert_same_bits(actual, expected)
     for b in range(4):
@@ -98,38 +108,12 @@ def test_rows_that_see_nothing(interpret):
         assert not np.asarray(rows)[:, 32:].any()
 
 
-def test_backward_sets_rows_beyond_the_lengths_aside(interpret):
-    """A kernel may assume no more than that they are finite."""
-    x = inputs(Case(name="beyond", queries=64, keys=64, heads=2, kv_heads=1, bitmap="none", ragged=True))
-    plan = dataclasses.replace(x.plan, mode=jnp.zeros((1, 4, 1), jnp.int8))
-    first = jnp.zeros((1, 4), jnp.int32)
-    out, lse = triton.forward(x.q, x.k, x.v, plan, x.lengths, first, scale=0.25, interpret=True)
-    expected = reference.backward(x.q, x.k, x.v, out, lse, x.d_out, plan, x.lengths, first, scale=0.25)
-    actual = triton.backward(x.q, x.k, x.v, out, lse, x.d_out, plan, x.lengths, first, scale=0.25, interpret=True)
-    for name, a, e in zip(NAMES[2:], actual, expected):
-        assert_close(a, e, "float32", "gradient", name)
-
-
-def on_gpu(x):
-    # Freed memory full of NaN is what the outputs are then likely to be made of.
-    jnp.full((256, 2**20), jnp.nan).block_until_ready().delete()
-    return _compiled(x.q, x.k, x.v, x.d_out, x.plan, x.lengths, x.first_block)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES + MORE_CASES + GPU_CASES, ids=lambda c: c.name)
 def test_gpu_agrees_with_the_reference(case):
-    x = inputs(case)
-    actual = on_gpu(x)
-    assert_agrees(actual, x, case)
-    for again, first in zip(on_gpu(x), actual):
-        assert_same_bits(again, first)
+    assert_gpu_agrees_and_repeats(case, "triton")
 
 
 @pytest.mark.gpu
 def test_gpu_entries_are_independent():
-    x = four_plans()
-    together = on_gpu(x)
-    for b in range(4):
-        for actual, expected in zip(on_gpu(take_entries(x, slice(b, b + 1))), together):
-            assert_same_bits(actual, expected[b : b + 1])
+    assert_gpu_entries_are_independent("triton")

@@ -14,6 +14,7 @@ from elastic_jax.plan import uniform_plan
 from elastic_jax.sparsity import xattention
 from elastic_jax.sparsity.xattention import estimate_blocks, select_blocks
 from pallas_kernels.api import mixed_head_attention
+from tests import kernel_cases
 from tests.tolerances import assert_close
 
 BLOCK = 16
@@ -52,10 +53,7 @@ def brute_force(q, k, *, stride, threshold, first_block=None, lengths=None):
     return chosen, clear
 
 
-def random_qk(tokens, heads=4, kv_heads=2, batch=2, dim=8, seed=0, dtype=jnp.float32):
-    rng = np.random.default_rng(seed)
-    q = rng.standard_normal((batch, tokens, heads, dim)) * 3
-    return jnp.asarray(q, dtype), jnp.asarray(rng.standard_normal((batch, tokens, kv_heads, dim)), dtype)
+random_qk = functools.partial(kernel_cases.random_qk, dim=8, sharpness=3)
 
 
 def estimate(q, k, stride=4, threshold=0.8, lengths=None, **arrays):

@@ -14,15 +14,10 @@ from elastic_jax.sparsity.xattention import estimate_blocks
 from pallas_kernels import device, xattn_estimate
 from pallas_kernels.triton import _compat
 from pallas_kernels.xattn_estimate import EstimateConfig, smallest_set
-from tests.gpu_lowering import A100, A100_SHARED, H200, lower_cuda, resources, triton_modules
+from tests.gpu_lowering import A100, AMPERE_SHARED, H200, HOPPER_SHARED, launches, lower_cuda, resources, triton_modules
+from tests.kernel_cases import random_qk
 
 pytestmark = pytest.mark.filterwarnings(f"ignore:{_compat.DEPRECATION}:DeprecationWarning")
-
-
-def random_qk(tokens, heads=4, kv_heads=2, batch=2, dim=16, seed=0, dtype=jnp.float32, sharpness=12):
-    rng = np.random.default_rng(seed)
-    q = rng.standard_normal((batch, tokens, heads, dim)) * sharpness
-    return jnp.asarray(q, dtype), jnp.asarray(rng.standard_normal((batch, tokens, kv_heads, dim)), dtype)
 
 
 def kernels(q, k, first_block=None, valid=None, needed=None, *, block_size=16, stride=4, threshold=0.8):
@@ -208,11 +203,11 @@ def test_fits_the_gpu(shape, dtype, capability, monkeypatch):
     monkeypatch.setattr(device, "compute_capability", lambda: capability)
     kind, target = GPUS[capability]
     with triton_modules(monkeypatch) as modules:
-        lower(shape, dtype, kind)
-    config = xattn_estimate.choose(jnp.dtype(dtype), capability)
-    for module, warps, stages in zip(modules, (config.num_warps, 8), (config.num_stages, 1), strict=True):
-        shared, spilled = resources(module, target, warps, stages)
-        assert shared <= (A100_SHARED if target == 80 else 227 * 1024)
+        lowered = lower(shape, dtype, kind)
+    assert len(modules) == 2
+    for module, launch in zip(modules, launches(lowered), strict=True):
+        shared, spilled = resources(module, target, *launch)
+        assert shared <= (AMPERE_SHARED if target == 80 else HOPPER_SHARED)
         assert spilled == 0
 
 
