@@ -84,15 +84,15 @@ def _check_values(plan: HeadPlan, lengths: jax.Array | None, first_block: jax.Ar
         )
     if valid is not None and not ((valid >= 0) & (valid <= keys)).all():
         raise ValueError(f"lengths={_short(valid.tolist())}: accepted are 0 to {keys}, the number of keys")
-    if first is not None:
-        check_documents(first)
+    if first_block is not None:
+        check_documents(first_block)
     if mode is not None and mode.ndim == 3 and (first is not None or first_block is None):
         begins = np.zeros(mode.shape[:2], int) if first is None else first
         if (np.take_along_axis(mode, begins[:, :, None], axis=1) != mode).any():
             raise ValueError(f"plan.mode={_short(mode.tolist())}: accepted is one mode per head for all blocks of a document")
 
 
-def check_documents(first_block: jax.Array | np.ndarray) -> None:
+def check_documents(first_block: jax.Array) -> None:
     """Of `first_block` i[B, J] whose values are known."""
     first = _known(first_block)
     if first is None:

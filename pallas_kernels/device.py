@@ -21,12 +21,12 @@ def compute_capability() -> tuple[int, int] | None:
     return _capability(_device())
 
 
-def cuda_obstacle(oldest: int = 8) -> str | None:
-    """What keeps a kernel from running that needs a CUDA GPU whose capability is `oldest`.0 or newer; None where nothing does."""
+def cuda_obstacle() -> str | None:
+    """What keeps a Triton or Mosaic kernel from running, which need a CUDA GPU from Ampere on; None where nothing does."""
     if (name := platform()) != "gpu":
         return f"a CUDA GPU, and this is a {name}"
-    if (capability := compute_capability()) is not None and capability[0] < oldest:
-        return f"compute capability {oldest}.0 or newer, and this device has {'.'.join(map(str, capability))}"
+    if (capability := compute_capability()) is not None and capability[0] < 8:
+        return f"compute capability 8.0 or newer, and this device has {'.'.join(map(str, capability))}"
     return None
 
 

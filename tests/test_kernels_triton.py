@@ -26,6 +26,7 @@ from tests.kernel_cases import (
     inputs,
     take_entries,
 )
+from tests.tolerances import assert_close
 
 # What the shared cases leave out: blocks that are several tiles, and a bitmap of six words, of which rows use up several.
 MORE_CASES = [
@@ -79,6 +80,15 @@ def test_entries_and_runs_change_no_bit(interpret):
         for actual, expected in zip(interpret(take_entries(x, jnp.full(4, b))), together):
             for entry in np.asarray(actual, np.float32):
                 assert_same_bits(entry, expected[b])
+
+
+def test_float32_statistics_whatever_the_default_precision(interpret):
+    x = inputs(Case(name="x64", queries=32, keys=32, heads=2, kv_heads=1, bitmap="none"))
+    expected = interpret(x)
+    with jax.enable_x64(True):
+        for actual, e in zip(interpret(x), expected):
+            assert actual.dtype == e.dtype
+            assert_close(actual, e, "float32", "gradient")
 
 
 def test_padding_may_hold_nan(interpret):

@@ -66,7 +66,7 @@ def _kernel(q, k, v, lengths, order, runs, *rest, scale: float, block_size: int,
         acc = acc * decay[:, None] + dot(p.astype(v.dtype), v[at], (1, 0))
         return new_peak, total * decay + jnp.sum(p, axis=1), acc
 
-    start = (jnp.full((query_tile,), -jnp.inf), jnp.zeros((query_tile,)), jnp.zeros(query.shape, jnp.float32))
+    start = (jnp.full((query_tile,), -jnp.inf, jnp.float32), jnp.zeros((query_tile,), jnp.float32), jnp.zeros(query.shape, jnp.float32))
     peak, total, acc = program.walk(row, step, start, key_tile)
     # Rows beyond the length and rows that see nothing: outputs are uninitialised memory until written.
     seen = (total > 0) & (program.position() < lengths[program.entry])
