@@ -76,6 +76,10 @@ class ElasticModel:
         init = lambda layer_key: nnx.to_pure_dict(nnx.split(self._new_router(layer_key))[1])
         return jax.vmap(init)(jax.random.split(key, self.config.num_layers))
 
+    def decide(self, router: Arrays, keys: jax.Array, user_turn: jax.Array, span: jax.Array, logit_bias: jax.Array | float) -> Routing:
+        """One layer's noise-free decisions, f32[B, C, K], by that layer's slice of the router; other arguments as in `pool_keys`."""
+        return choose_routing(nnx.merge(self._router_graphdef, router)(pool_keys(keys, user_turn, span, self.router)), logit_bias)
+
     def output_embedding(self, backbone: Arrays) -> jax.Array:
         """[V, D], the matrix that turns hidden states into logits."""
         return nnx.merge(self.decoder, backbone).output_embedding()
@@ -118,11 +122,9 @@ class ElasticModel:
     def routed_forward(self, router: Arrays, backbone: Arrays, batch: PackedBatch, *, logit_bias: jax.Array | float = 0.0) -> Inference:
         """Forward pass with the router's noise-free decisions; each head computes its selected attention only."""
         batch = jax.tree.map(jnp.asarray, batch)
-        graphdef = self._router_graphdef
 
         def decide(keys: jax.Array, arrays: Arrays) -> Routing:
-            logits = nnx.merge(graphdef, arrays)(pool_keys(keys, batch.user_turn, batch.span, self.router))
-            return choose_routing(logits, logit_bias)
+            return self.decide(arrays, keys, batch.user_turn, batch.span, logit_bias)
 
         return self._inference(backbone, batch, decide, router)
 

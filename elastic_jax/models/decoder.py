@@ -47,10 +47,18 @@ class DecoderLayer(nnx.Module):
 
     def __call__(self, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: AttendFn, extra: Any) -> tuple[jax.Array, Any]:
         """x [B, T, D], cos and sin f32[B, T, H/2] -> (x [B, T, D], what `attend` returned beside its output)."""
-        q, k, v, keys_before_rope = self.attention.project(self.attention_norm(x), cos, sin)
+        q, k, v, keys_before_rope = self.before_attention(x, cos, sin)
         heads, aux = attend(q, k, v, keys_before_rope, extra)
+        return self.after_attention(x, heads), aux
+
+    def before_attention(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """x [B, T, D] -> q, k, v and the keys before RoPE: see `AttentionProjections.project`."""
+        return self.attention.project(self.attention_norm(x), cos, sin)
+
+    def after_attention(self, x: jax.Array, heads: jax.Array) -> jax.Array:
+        """The layer's input [B, T, D] and attention's output [B, T, N, H] -> the layer's output [B, T, D]."""
         x = x + self.attention.merge(heads)
-        return x + self.mlp(self.mlp_norm(x)), aux
+        return x + self.mlp(self.mlp_norm(x))
 
 
 class Decoder(nnx.Module):
@@ -108,6 +116,11 @@ class Decoder(nnx.Module):
 
         hidden, aux = jax.lax.scan(step, self.embedding[...][tokens], (layers, per_layer))
         return self.final_norm(hidden), aux
+
+    def layer(self, number: jax.Array) -> DecoderLayer:
+        """One layer, by a number that may be traced."""
+        graphdef, layers = nnx.split(self.layers)
+        return nnx.merge(graphdef, jax.tree.map(lambda weights: jax.lax.dynamic_index_in_dim(weights, number, keepdims=False), layers))
 
     def output_embedding(self) -> jax.Array:
         """[V, D]: the output head, which is the input embedding where the two are tied."""
