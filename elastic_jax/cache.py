@@ -302,9 +302,9 @@ class PagedCache:
         self.check()
         return self._tables(self._table[layer], self._ring[layer])
 
-    def tables(self) -> HeadTables:
-        """All layers' tables on the device."""
-        self.check()
+    def tables(self, sequences: np.ndarray | slice = slice(None)) -> HeadTables:
+        """All layers' tables on the device, for these sequences; ValueError where one of them was freed."""
+        self.check(sequences)
         if self._device is None:
             self._device = self._tables(jnp.asarray(self._table), jnp.asarray(self._ring))
         return self._device
@@ -316,9 +316,8 @@ class PagedCache:
     def check(self, sequences: np.ndarray | slice = slice(None)) -> None:
         """ValueError where one of these sequences was freed."""
         if self._freed[sequences].any():
-            raise ValueError(
-                f"sequences {np.flatnonzero(self._freed).tolist()} of this cache were freed: their pages may hold others' keys"
-            )
+            freed = np.flatnonzero(self._freed).tolist()
+            raise ValueError(f"sequences {freed} of this cache were freed: their pages may hold keys of others")
 
     def free(self, sequence: int | None = None) -> None:
         """Gives back a sequence's pages, or all; what was freed before stays freed."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from pallas_kernels import device
+from pallas_kernels import decode_triton, device
 from pallas_kernels.checks import BLOCK_SIZES, DTYPES, expect, expect_array
 
 Implementation = Literal["reference", "xla", "triton"]
@@ -62,7 +62,7 @@ def paged_decode_attention(
     name = _choose(q, table, implementation)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     table, used, newest, newest_tokens = (jnp.asarray(x, jnp.int32) for x in (table, used, newest, newest_tokens))
-    attend = {"reference": _reference, "xla": _xla}[name]
+    attend = {"reference": _reference, "xla": _xla, "triton": decode_triton.attend}[name]
     return attend(q, key_pages, value_pages, table, used, newest, newest_tokens, scale=factor)
 
 
@@ -76,7 +76,13 @@ def _choose(q: jax.Array, table: jax.Array, implementation: Implementation | Non
 
 
 def _triton_obstacle(q: jax.Array, table: jax.Array) -> str | None:
-    return "a kernel that is not written yet"
+    if (obstacle := device.cuda_obstacle()) is not None:
+        return obstacle
+    if q.shape[-1] not in decode_triton.HEAD_DIMS:
+        return f"H of {' or '.join(map(str, decode_triton.HEAD_DIMS))}, and q has {q.shape[-1]}"
+    if (group := q.shape[1] // table.shape[1]) > decode_triton.MOST_GROUP:
+        return f"at most {decode_triton.MOST_GROUP} query heads per KV head, and these are {group}"
+    return None
 
 
 def _reference(

@@ -43,6 +43,18 @@ def tiny_model(seed: int = 0, **options):
     return ElasticModel.create(decoder, config, **({"sparsity": SPARSITY} | options))
 
 
+def lively_model(seed: int = 0, changes=None, **options):
+    """(ElasticModel, backbone, router): weights large enough for varied text, routers strong enough to decide both ways."""
+    config = tiny_config(**(changes or {}))
+    decoder = Decoder(config, rngs=nnx.Rngs(params=seed), param_dtype=jnp.float32)
+    model, backbone = ElasticModel.create(decoder, config, **({"sparsity": SPARSITY} | options))
+    return (
+        model,
+        jax.tree.map(lambda w: w * 10 if w.ndim > 2 else w, backbone),
+        jax.tree.map(lambda w: w * 30, model.init_router(jax.random.key(1))),
+    )
+
+
 class SyntheticPacks:
     """Random packs of two documents each; any pack is a function of its number."""
 

@@ -1,0 +1,62 @@
+"""Choosing the next token: greedy, or a draw from the distribution that temperature, top-k and top-p leave.
+
+Axis letters: B sequences, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Sampling(NamedTuple):
+    """temperature: f32[], 0 is greedy. top_k: i32[], 0 keeps all. top_p: f32[] in (0, 1]. seeds: u32[B], one per sequence."""
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    seeds: jax.Array
+
+
+def sample(logits: jax.Array, position: jax.Array, sampling: Sampling) -> jax.Array:
+    """The next token of each sequence.
+
+    The draw is a function of a sequence's logits, its seed and the position that the token will have, so neither the batch nor where
+    a loop was cut changes it.
+
+    Args:
+      logits: f32[B, V]. position: i32[B].
+
+    Returns: i32[B].
+    """
+    greedy = lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return jax.lax.cond(sampling.temperature > 0, lambda: _draw(logits, position, sampling), greedy)
+
+
+def _draw(logits: jax.Array, position: jax.Array, sampling: Sampling) -> jax.Array:
+    order = jnp.argsort(-logits, axis=-1, stable=True)  # of equals the lower token first, so that k of them are k
+    rank = jnp.arange(logits.shape[-1])
+    ranked = filtered(jnp.take_along_axis(logits, order, axis=-1), sampling.temperature, sampling.top_k, sampling.top_p)
+    noise = jax.vmap(lambda seed, p: jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), p), rank.shape))(sampling.seeds, position)
+    chosen = jnp.argmax(ranked + noise, axis=-1, keepdims=True)
+    return jnp.take_along_axis(order, chosen, axis=-1)[:, 0].astype(jnp.int32)
+
+
+def filtered(ranked: jax.Array, temperature: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:
+    """Scaled logits of what may be drawn, -inf elsewhere.
+
+    Top-k keeps the k best; of these, renormalised, top-p keeps the fewest best whose probabilities reach `top_p`, at least one.
+
+    Args:
+      ranked: f32[..., V], logits in descending order.
+    """
+    # The best one becomes 0, so that a tiny temperature makes others -inf and never inf - inf.
+    scaled = (ranked - ranked[..., :1]) / temperature
+    scaled = jnp.where((jnp.arange(ranked.shape[-1]) < top_k) | (top_k == 0), scaled, -jnp.inf)
+    p = jax.nn.softmax(scaled, axis=-1)
+    before = jnp.cumsum(p, axis=-1) - p
+    first = jnp.arange(ranked.shape[-1]) == 0
+    # Rounded sums may reach 1 before the tail does.
+    return jnp.where((before < top_p) | (top_p >= 1) | first, scaled, -jnp.inf)
