@@ -3,7 +3,7 @@ KERNEL_PYTHON ?= python3.12
 BIN := .venv/bin
 RUN := runs/demo
 KERNEL_TESTS := $(addprefix tests/test_,$(addsuffix .py,kernels_mosaic kernels_triton kernels_triton_lowering kernels_jax_triton kernels_api \
-	xattn_kernels xattention visits attention))
+	xattn_kernels xattention visits attention decode_attention))
 
 .PHONY: demo test test-kernels lint
 

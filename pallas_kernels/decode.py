@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from pallas_kernels import decode_triton, device
+from pallas_kernels import device
 from pallas_kernels.checks import BLOCK_SIZES, DTYPES, expect, expect_array
 
 Implementation = Literal["reference", "xla", "triton"]
@@ -62,7 +62,10 @@ def paged_decode_attention(
     name = _choose(q, table, implementation)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     table, used, newest, newest_tokens = (jnp.asarray(x, jnp.int32) for x in (table, used, newest, newest_tokens))
-    attend = {"reference": _reference, "xla": _xla, "triton": decode_triton.attend}[name]
+    if name == "triton":
+        from pallas_kernels.decode_triton import attend  # not at the top: JAX will drop what it is written in
+    else:
+        attend = {"reference": _reference, "xla": _xla}[name]
     return attend(q, key_pages, value_pages, table, used, newest, newest_tokens, scale=factor)
 
 
@@ -78,10 +81,10 @@ def _choose(q: jax.Array, table: jax.Array, implementation: Implementation | Non
 def _triton_obstacle(q: jax.Array, table: jax.Array) -> str | None:
     if (obstacle := device.cuda_obstacle()) is not None:
         return obstacle
-    if q.shape[-1] not in decode_triton.HEAD_DIMS:
-        return f"H of {' or '.join(map(str, decode_triton.HEAD_DIMS))}, and q has {q.shape[-1]}"
-    if (group := q.shape[1] // table.shape[1]) > decode_triton.MOST_GROUP:
-        return f"at most {decode_triton.MOST_GROUP} query heads per KV head, and these are {group}"
+    if q.shape[-1] not in (64, 128):
+        return f"H of 64 or 128, and q has {q.shape[-1]}"
+    if (group := q.shape[1] // table.shape[1]) > 64:
+        return f"at most 64 query heads per KV head, and these are {group}"
     return None
 
 

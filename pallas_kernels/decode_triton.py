@@ -1,6 +1,6 @@
 """Decode attention as two Pallas-Triton kernels, for every CUDA GPU from Ampere on (flash-decoding: split over the keys).
 
-1. `_attend_kernel`, grid (splits, B * K): one program per run of slots of one row of the page table. Its G query heads are the rows of
+1. `_attend_kernel`, grid (B * K, splits): one program per run of slots of one row of the page table. Its G query heads are the rows of
    one matrix, padded to the 16 that tensor cores take, so each key is read once. It leaves the output, largest score and sum of
    exponentials of its run, in float32.
 2. `_merge_kernel`, grid (G * column tiles, B * K): brings the runs of one query head together.
@@ -19,20 +19,17 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import device
 from pallas_kernels.common import LOG2_E
 from pallas_kernels.triton._compat import CompilerParams, load
 from pallas_kernels.triton.forward_kernel import dot
 
-HEAD_DIMS = (64, 128)
-MOST_GROUP = 64  # query heads per KV head
 _COLUMNS = 32  # of the output, per program of the merge: at 32 heads and H = 128 the programs of one sequence fill 128 SMs
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeConfig:
-    """tile: tokens per step, a power of two, at most a page. tokens: the fewest of a run. splits: the most runs of a row, a power of two.
-    num_warps, num_stages: as Triton means them."""
+    """tile: tokens per step, a power of two; a page where that is less. tokens: the fewest of a run. splits: the most runs of a row, a
+    power of two. num_warps, num_stages: as Triton means them."""
 
     tile: int
     tokens: int
@@ -41,10 +38,9 @@ class DecodeConfig:
     num_stages: int
 
 
-def choose(dtype: Any, head_dim: int) -> DecodeConfig:
-    if dtype == jnp.float32:
-        return DecodeConfig(32, 256, 256, 4, 3)
-    return DecodeConfig(64, 256, 256, 4, 3)
+def choose(dtype: Any) -> DecodeConfig:
+    """At most 88 KiB of shared memory on Ampere, where every GPU has 99, and no spilled registers."""
+    return DecodeConfig(tile=32 if dtype == jnp.float32 else 64, tokens=256, splits=256, num_warps=4, num_stages=3)
 
 
 def attend(
@@ -63,14 +59,14 @@ def attend(
     batch, heads, head_dim = q.shape
     kv_heads, slots = table.shape[1:]
     rows, group, page = batch * kv_heads, heads // kv_heads, key_pages.shape[1]
-    config = choose(q.dtype, head_dim)
+    config = choose(q.dtype)
     config = dataclasses.replace(config, tile=min(config.tile, page))
     least = max(1, config.tokens // page)
     splits = min(config.splits, -(-slots // least))
     statics = {"least": least, "most": config.splits}
     partial_out, peaks, sums = pl.pallas_call(
         functools.partial(_attend_kernel, factor=scale * LOG2_E, tile=config.tile, **statics),
-        grid=(splits, rows),
+        grid=(rows, splits),  # a row's first runs start first, the programs that have none last
         out_shape=(
             jax.ShapeDtypeStruct((rows, splits, group, head_dim), jnp.float32),
             jax.ShapeDtypeStruct((rows, group, splits), jnp.float32),
@@ -93,7 +89,7 @@ def attend(
 def _attend_kernel(
     q, key_pages, value_pages, table, used, newest, newest_tokens, out, peaks, sums, *, factor: float, tile: int, least: int, most: int
 ):
-    split, row = pl.program_id(0), pl.program_id(1)
+    row, split = pl.program_id(0), pl.program_id(1)
     entry, kv_head = _divide(row, table.shape[1])
     page, head_dim, group = key_pages.shape[1], q.shape[2], out.shape[2]
     count = used[entry, kv_head]
