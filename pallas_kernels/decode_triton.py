@@ -39,8 +39,13 @@ class DecodeConfig:
 
 
 def choose(dtype: Any) -> DecodeConfig:
-    """At most 88 KiB of shared memory on Ampere, where every GPU has 99, and no spilled registers."""
-    return DecodeConfig(tile=32 if dtype == jnp.float32 else 64, tokens=256, splits=256, num_warps=4, num_stages=3)
+    """At most 88 KiB of shared memory on Ampere, where every GPU has 99, and no spilled registers.
+
+    Of 20 configurations this was the fastest or within 3 % of it everywhere on an H200 (jax 0.11.2, bfloat16, 32/8 heads of 128, 8K to 1M
+    tokens, all heads full or a few): 140 us at 128K with every head full, 3.8 TB/s where reading alone reaches 4.1. Three stages took
+    1 to 7 % more, 8 warps 3 %; 64 runs at most instead of 256 took half as long again where one head of eight is full.
+    """
+    return DecodeConfig(tile=32 if dtype == jnp.float32 else 64, tokens=256, splits=256, num_warps=4, num_stages=2)
 
 
 def attend(
