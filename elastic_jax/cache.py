@@ -169,13 +169,12 @@ def pages_needed(capacity: np.ndarray | int, ring: np.ndarray | bool, sparsity: 
     return np.where(ring, np.minimum(blocks, sparsity.sink_blocks + sparsity.local_blocks), blocks)
 
 
-def bucket(count: int, unit: int) -> int:
-    """The smallest of unit * (1, 2, 3, 4, 6, 8, 12, 16, ...) that is at least `count`: few shapes to compile, at most a third wasted."""
-    size = unit
-    while size < count:
-        size *= 2
-    smaller = size // 4 * 3
-    return smaller if count <= smaller and size >= 4 * unit else size
+def bucket(count: int, unit: int, per_octave: int = 2) -> int:
+    """`count` rounded up to a multiple of `unit` that few counts share, since each is a shape to compile: with 2 sizes per octave these
+    are unit * (1, 2, 3, 4, 6, 8, 12, 16, ...), of which at most a third is wasted, with n sizes 1 / (n + 1)."""
+    units = -(-count // unit)
+    step = max(1, (1 << (units - 1).bit_length() >> 1) // per_octave)
+    return -(-units // step) * step * unit
 
 
 class PagedCache:
@@ -223,21 +222,48 @@ class PagedCache:
         self._ring[layer] = ring
         self._fill(slice(layer, layer + 1), self._count.shape[0] - layer - 1)
 
-    def extend(self, capacity: Sequence[int]) -> None:
-        """Makes room for more tokens; raises as `allocate`."""
+    def missing(self, capacity: Sequence[int], ring: np.ndarray) -> int:
+        """Pages that `change` would take, arguments as there."""
+        return int(np.maximum(pages_needed(np.asarray(capacity)[:, None], ring, self._sparsity) - self._count, 0).sum())
+
+    def change(self, capacity: Sequence[int], ring: np.ndarray) -> None:
+        """Makes room for more tokens, and changes which heads are streaming; such a head gives back the pages outside its window.
+
+        Args:
+          capacity: B numbers, at least the present ones. ring: bool[L, B, K].
+
+        Raises:
+          ValueError: a streaming head would have to keep every page, and some of its keys are gone already; the pool has too few free
+            pages; a sequence was freed. Nothing has changed then.
+        """
         self.check()
-        if (np.asarray(capacity) < self.capacity).any():
-            raise ValueError(f"capacity={list(capacity)}: at least {self.capacity.tolist()}, which the cache has room for now")
-        old, self.capacity = self.capacity, np.asarray(capacity, np.int64)
+        assert (np.asarray(capacity) >= self.capacity).all()
+        size, sink, local = self._sparsity.block_size, self._sparsity.sink_blocks, self._sparsity.local_blocks
+        blocks = -(-self.lengths // size)  # [B], that hold tokens
+        if (gone := self._ring & ~ring & (blocks > sink + local)[:, None]).any():
+            layer, sequence, head = (int(x[0]) for x in np.nonzero(gone))
+            raise ValueError(
+                f"KV head {head} of layer {layer} would keep every key again, but in sequence {sequence} it has been streaming and keeps "
+                f"{sink + local} of {blocks[sequence]} blocks: run the whole conversation anew (reroute=True) to have them"
+            )
+        old = self.capacity, self._ring, self._table.copy(), self._count.copy()
+        released = [np.zeros(0, np.int32)]
+        for layer, sequence, head in zip(*np.nonzero(ring & ~self._ring)):
+            row, count = self._table[layer, sequence, head], int(self._count[layer, sequence, head])
+            pages, total = row[:count].copy(), int(blocks[sequence])
+            window = [*range(min(sink, count)), *range(max(sink, total - local), count)][: sink + local]
+            row[:] = _UNUSED
+            for block in window:
+                row[block if block < sink else sink + (block - sink) % local] = pages[block]
+            self._count[layer, sequence, head] = len(window)
+            released.append(np.delete(pages, window))
+        self.capacity, self._ring = np.asarray(capacity, np.int64), np.array(ring)
         try:
             self._fill(slice(None), 0)
         except ValueError:
-            self.capacity = old
+            self.capacity, self._ring, self._table, self._count = old
             raise
-
-    def missing(self, capacity: Sequence[int]) -> int:
-        """Pages that `extend` would take."""
-        return int((pages_needed(np.asarray(capacity)[:, None], self._ring, self._sparsity) - self._count).sum())
+        self.pool.give_back(np.concatenate(released))
 
     def _fill(self, layers: slice, layers_after: int) -> None:
         """Pages up to the capacity for the heads of `layers`; the error allows for full heads in as many `layers_after` them."""
@@ -257,44 +283,6 @@ class PagedCache:
         new = (slot >= self._count[layers][..., None]) & (slot < wanted[..., None])
         self._table[layers][new] = pool.take(total)
         self._count[layers] = wanted
-        self._device = None
-
-    def set_ring(self, ring: np.ndarray) -> None:
-        """Changes which heads are streaming: bool[L, B, K]. A head that becomes streaming gives back the pages outside its window.
-
-        Raises:
-          ValueError: a streaming head would have to keep every page, and some of its keys are gone already; the pool has too few free
-            pages. Nothing has changed then.
-        """
-        self.check()
-        size, sink, local = self._sparsity.block_size, self._sparsity.sink_blocks, self._sparsity.local_blocks
-        blocks = -(-self.lengths // size)  # [B], stored
-        kept_all, new_ring = self._ring & ~ring, ring & ~self._ring
-        gone = kept_all & (blocks > sink + local)[:, None]
-        if gone.any():
-            layer, sequence, head = (int(x[0]) for x in np.nonzero(gone))
-            raise ValueError(
-                f"KV head {head} of layer {layer} would keep every key again, but in sequence {sequence} it has been streaming and keeps "
-                f"{sink + local} of {blocks[sequence]} blocks: run the whole conversation anew (reroute=True) to have them"
-            )
-        old = self._ring, self._table.copy(), self._count.copy()
-        released = []
-        for layer, sequence, head in zip(*np.nonzero(new_ring)):
-            row, count = self._table[layer, sequence, head], self._count[layer, sequence, head]
-            pages, total = row[:count].copy(), int(blocks[sequence])
-            window = [*range(min(sink, count)), *range(max(sink, total - local), int(count))][: sink + local]
-            row[:] = _UNUSED
-            for block in window:
-                row[block if block < sink else sink + (block - sink) % local] = pages[block]
-            self._count[layer, sequence, head] = len(window)
-            released.append(np.delete(pages, window))
-        self._ring = np.array(ring)
-        try:
-            self._fill(slice(None), 0)
-        except ValueError:
-            self._ring, self._table, self._count = old
-            raise
-        self.pool.give_back(np.concatenate([*released, np.zeros(0, np.int32)]))
         self._device = None
 
     def layer(self, layer: int) -> HeadTables:

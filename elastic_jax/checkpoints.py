@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 from pathlib import Path
@@ -12,7 +13,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
-from elastic_jax.trainer import TrainState
+from elastic_jax.config import RouterConfig, SparsityConfig
+from elastic_jax.elastic import Arrays, ElasticModel
+from elastic_jax.trainer import TrainConfig, TrainState, data_mesh, init_state
 
 _SETTINGS = "settings.json"
 
@@ -93,6 +96,11 @@ class RunDirectory:
             partial.write_text(json.dumps(settings, indent=2) + "\n")
             partial.rename(file)
 
+    def shapes(self) -> Any:
+        """Shapes of the arrays in the newest checkpoint, a tuple in the place of each."""
+        metadata = self._checkpointer.metadata(self.latest_step).metadata
+        return jax.tree.map(lambda x: tuple(x.shape), metadata)
+
     @property
     def latest_step(self) -> int | None:
         """Step of the newest complete checkpoint, None if there is none."""
@@ -127,3 +135,26 @@ class RunDirectory:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def run_configs(settings: dict[str, Any]) -> tuple[SparsityConfig, RouterConfig]:
+    """What a run's settings say full and sparse mean, and how its routers look."""
+    sparsity = SparsityConfig(**{field.name: settings[field.name] for field in dataclasses.fields(SparsityConfig)})
+    return sparsity, RouterConfig(width=settings["router_width"], pooling=settings["pooling"])
+
+
+def load_router(run: RunDirectory, model: ElasticModel) -> Arrays:
+    """The routers of a run's newest checkpoint, for a model whose `router` is the run's own.
+
+    Raises:
+      ValueError: the run has no checkpoint yet, a damaged one, or one of another model.
+    """
+    if run.latest_step is None:
+        raise ValueError(f"{run.path} holds no checkpoint yet")
+    # The structure of the state is the same for every configuration of the training.
+    like = jax.eval_shape(lambda: init_state(model, TrainConfig()))
+    wanted, found = jax.tree.map(lambda x: x.shape, like.trainable["router"]), run.shapes()["trainable"]["router"]
+    if wanted != found:
+        shapes = lambda tree: ", ".join(sorted({str(shape) for shape in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, tuple))}))
+        raise ValueError(f"{run.path} holds routers of another model: arrays of shapes {shapes(found)}; this model's are {shapes(wanted)}")
+    return run.load(like, data_mesh(jax.devices()[:1])).trainable["router"]

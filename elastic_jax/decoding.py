@@ -57,7 +57,7 @@ def first_token(logits: jax.Array, position: jax.Array, sampling: Sampling, stop
 
 
 def generate_tokens(
-    model: ElasticModel, backbone: Arrays, cache: PagedCache, state: DecodeState, sampling: Sampling, stops: jax.Array, steps: int
+    model: ElasticModel, backbone: Arrays, cache: PagedCache, state: DecodeState, sampling: Sampling, stops: np.ndarray, steps: int
 ) -> tuple[DecodeState, np.ndarray]:
     """Runs `steps` steps, fewer where all sequences are done before.
 

@@ -9,7 +9,8 @@ leading L axis), so a step compiles once for any weights and takes gradients of 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,9 @@ from elastic_jax.models.decoder import Decoder
 from elastic_jax.plan import effective_sparsity
 from elastic_jax.router import AttentionRouter, Routing, choose_routing, pool_keys, straight_through
 from pallas_kernels.api import Implementation
+
+if TYPE_CHECKING:
+    from elastic_jax.generate import Generator
 
 Arrays = dict[str, Any]
 
@@ -63,6 +67,13 @@ class ElasticModel:
         """Splits a loaded decoder into the static model and its backbone arrays; `options` are the other attributes."""
         graphdef, state = nnx.split(decoder)
         return cls(config, graphdef, **options), nnx.to_pure_dict(state)
+
+    @staticmethod
+    def from_pretrained(source: str | Path, **options: Any) -> Generator:
+        """The model and all that generation needs; arguments and errors as in `elastic_jax.generate.load_generator`."""
+        from elastic_jax.generate import load_generator  # generation is built on this file
+
+        return load_generator(source, **options)
 
     def _new_router(self, key: jax.Array) -> AttentionRouter:
         return AttentionRouter(self.config.head_dim, self.router, rngs=nnx.Rngs(params=key))

@@ -5,7 +5,7 @@ Axis letters: B sequences, V vocabulary.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,10 @@ import jax.numpy as jnp
 class Sampling(NamedTuple):
     """temperature: f32[], 0 is greedy. top_k: i32[], 0 keeps all. top_p: f32[] in (0, 1]. seeds: u32[B], one per sequence."""
 
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    seeds: jax.Array
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    seeds: Any
 
 
 def sample(logits: jax.Array, position: jax.Array, sampling: Sampling) -> jax.Array:

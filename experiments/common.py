@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from absl import flags
 
 from elastic_jax import assets
+from elastic_jax.checkpoints import run_configs
 from elastic_jax.config import RouterConfig, SparsityConfig
 from elastic_jax.data.documents import Documents
 from elastic_jax.data.hub_sources import Split
@@ -91,15 +92,7 @@ def weights_source(model: str, weights: str | None) -> str:
 def load_elastic_model(settings: dict[str, Any]) -> tuple[ElasticModel, Arrays, str]:
     """The model that a run's settings name: (static model, backbone arrays, source of the weights and tokenizer)."""
     source = weights_source(settings["model"], settings["weights"])
-    sparsity = SparsityConfig(
-        setting=settings["setting"],
-        block_size=settings["block_size"],
-        sink_tokens=settings["sink_tokens"],
-        local_tokens=settings["local_tokens"],
-        xattn_stride=settings["xattn_stride"],
-        xattn_threshold=settings["xattn_threshold"],
-    )
-    router = RouterConfig(width=settings["router_width"], pooling=settings["pooling"])
+    sparsity, router = run_configs(settings)
     loaded = load_model(source, dtype=jnp.dtype(settings["dtype"]))
     preset = PRESETS.get(settings["model"])
     if preset is not None and (preset.num_layers, preset.hidden_size) != (loaded.config.num_layers, loaded.config.hidden_size):

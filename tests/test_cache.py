@@ -108,11 +108,11 @@ def test_only_streaming_heads_get_a_ring(setting):
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_pages_are_never_shared_and_never_lost(data):
-    """Any order of opening, extending, changing heads and freeing."""
+    """Any order of opening, changing and freeing."""
     pool = PagePool(data.draw(st.integers(1, 120)), BLOCK, DIM, jnp.float32)
     caches = []
     for _ in range(data.draw(st.integers(1, 6))):
-        action = data.draw(st.sampled_from(["open", "extend", "heads", "free one", "free"])) if caches else "open"
+        action = data.draw(st.sampled_from(["open", "change", "free one", "free"])) if caches else "open"
         ring = np.array(data.draw(st.lists(st.booleans(), min_size=8, max_size=8))).reshape(2, 2, 2)
         cache = data.draw(st.sampled_from(caches)) if caches else None
         before = pool.num_free
@@ -124,10 +124,8 @@ def test_pages_are_never_shared_and_never_lost(data):
                 for layer in range(2):
                     before = pool.num_free
                     cache.allocate(layer, ring[layer])
-            elif action == "extend":
-                cache.extend(cache.capacity + data.draw(st.integers(0, 60)))
-            elif action == "heads":
-                cache.set_ring(ring)
+            elif action == "change":
+                cache.change(cache.capacity + data.draw(st.integers(0, 60)), ring)
             else:
                 cache.free(0 if action == "free one" else None)
         except ValueError:
@@ -176,9 +174,10 @@ def test_a_grown_pool_keeps_what_it_holds():
     k, v = marked(1, 0, 2 * BLOCK)
     pool.pages = WRITE(pool.pages, cache.layer(0), k, v, np.array([2 * BLOCK]))
     cache.lengths[:] = 2 * BLOCK
-    more = cache.missing([9 * BLOCK])
-    pool.grow(more)
-    cache.extend([9 * BLOCK])
+    ring = np.zeros((2, 1, 2), bool)
+    pool.grow(cache.missing([9 * BLOCK], ring) - pool.num_free)
+    cache.change([9 * BLOCK], ring)
+    assert pool.num_free == 0
     assert cache.layer(0).table.shape[-1] == 12
     assert sorted(seen(pool, cache.layer(0), np.array([2 * BLOCK - 1]))[1]) == list(range(2 * BLOCK))
 
@@ -189,7 +188,12 @@ def test_a_freed_sequence_cannot_be_used_again():
     cache.free(1)
     free = pool.num_free
     cache.check(np.array([True, False]))
-    for use in (cache.tables, lambda: cache.layer(0), lambda: cache.allocate(1, np.zeros((2, 2), bool)), lambda: cache.extend([50, 50])):
+    for use in (
+        cache.tables,
+        lambda: cache.layer(0),
+        lambda: cache.allocate(1, np.zeros((2, 2), bool)),
+        lambda: cache.change([50, 50], np.zeros((2, 2, 2), bool)),
+    ):
         with pytest.raises(ValueError, match=r"sequences \[1\] of this cache were freed"):
             use()
     cache.free(1)
@@ -210,7 +214,7 @@ def test_heads_change_where_nothing_is_lost():
         cache.lengths[:] = length
         other = np.array([[[0, 0]], [[1, 0]]])
         used = cache.num_pages
-        cache.set_ring(keeps_ring(other, config))
+        cache.change([length + 40], keeps_ring(other, config))
         assert cache.num_pages <= used
         for position in range(length, length + 40):
             token = marked(1, position, 1)
@@ -223,21 +227,23 @@ def test_heads_change_where_nothing_is_lost():
             with pytest.raises(
                 ValueError, match=rf"KV head 0 of layer 0 would keep every key again.*keeps 3 of {-(-length // BLOCK)} blocks"
             ):
-                cache.set_ring(again)
+                cache.change([length + 40], again)
             np.testing.assert_array_equal(cache.layer(0).table, table)
         else:
-            cache.set_ring(again)
+            cache.change([length + 40], again)
             assert cache.num_pages == 4 * pages_needed(length + 40, False, config)
 
 
-@given(count=st.integers(1, 10**6), unit=st.sampled_from([1, 16, 128]))
-def test_buckets_waste_at_most_a_third(count, unit):
-    size = bucket(count, unit)
+@given(count=st.integers(1, 10**6), unit=st.sampled_from([1, 16, 128]), per_octave=st.sampled_from([2, 8]))
+def test_buckets_waste_little(count, unit, per_octave):
+    size = bucket(count, unit, per_octave)
     assert size >= count
     assert size % unit == 0
-    assert size == unit or size < 1.5 * count + unit
-    assert bucket(size, unit) == size
+    units = -(-count // unit)
+    assert size // unit - units <= units / per_octave
+    assert bucket(size, unit, per_octave) == size
 
 
 def test_buckets_are_few():
     assert sorted({bucket(n, 16) for n in range(1, 400)}) == [16, 32, 48, 64, 96, 128, 192, 256, 384, 512]
+    assert len({bucket(n, 1, 8) for n in range(1000, 64_000)}) == 49

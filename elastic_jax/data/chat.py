@@ -90,7 +90,7 @@ class ChatEncoder:
         asked, prompt, answered = self._render([user]), self._render([user], prompt=True), self._render([user, assistant])
         if not prompt.startswith(asked) or not answered.startswith(prompt):
             raise ValueError(f"row {row.id!r}: the chat template's prompt is not the beginning of the answered conversation")
-        parts = [self.ids(asked), self.ids(prompt[len(asked) :]), self.ids(answered[len(prompt) :])]
+        parts = [*self._prompt_parts(asked, prompt), self.ids(answered[len(prompt) :])]
         (stops,) = np.nonzero(np.isin(parts[2], self._special_ids))
         eos: Any = self._tokenizer.eos_token_id
         if eos is not None and (not parts[2].size or parts[2][-1] != eos):
@@ -106,6 +106,39 @@ class ChatEncoder:
             id=row.id,
             kind=row.kind,
         )
+
+    def encode_prompt(self, messages: list[dict[str, str]]) -> tuple[np.ndarray, int]:
+        """A conversation that ends with a user's message, tokenised as a document is up to its answer: i32[n], and the end of the user
+        turn, where the assistant's header begins. As in a document, the user turn begins at token 0: what a later message refers to is
+        in the ones before it.
+
+        Raises:
+          ValueError: the chat template does not append the assistant's header.
+        """
+        asked, prompt = self._render(messages), self._render(messages, prompt=True)
+        if not prompt.startswith(asked):
+            raise ValueError("the chat template's prompt does not begin with the conversation that it continues")
+        parts = self._prompt_parts(asked, prompt)
+        return np.concatenate(parts), parts[0].size
+
+    def _prompt_parts(self, asked: str, prompt: str) -> list[np.ndarray]:
+        return [self.ids(asked), self.ids(prompt[len(asked) :])]
+
+    def encode_next(self, messages: list[dict[str, str]]) -> np.ndarray:
+        """What a conversation that ends with a user's message adds behind the text of the answer before it: the end of that turn, the
+        user's message and the assistant's header, i32[n]. That answer's own text does not matter."""
+        *history, answer, user = messages
+        mark = "<answer>"
+        while any(mark in message["content"] for message in messages):
+            mark += ">"
+        rendered = self._render([*history, answer | {"content": mark}, user], prompt=True)
+        return self.ids(rendered.rpartition(mark)[2])
+
+    def end_of_turn(self) -> int | None:
+        """The special token that the template puts after an answer; None if it puts none."""
+        following = self.encode_next([{"role": role, "content": "x"} for role in ("user", "assistant", "user")])
+        special = following[np.isin(following, self._special_ids)]
+        return int(special[0]) if special.size else None
 
     def _render(self, messages: list[dict[str, str]], *, prompt: bool = False) -> str:
         text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, enable_thinking=False)

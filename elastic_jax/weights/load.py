@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,6 +64,26 @@ def load_tokenizer(source: str | Path, *, revision: str | None = None) -> PreTra
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(path)
+
+
+def load_stop_tokens(source: str | Path, *, revision: str | None = None) -> list[int]:
+    """The tokens that end a text by the model's generation_config.json; none where there is no such file.
+
+    Raises:
+      FileNotFoundError: nothing usable there, or the hub cannot be reached.
+      ValueError: the file is damaged.
+    """
+    path = _locate(source, _TOKENIZER_FILES, revision) / "generation_config.json"
+    if not path.is_file():
+        return []
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    tokens = found if isinstance(found, list) else [] if found is None else [found]
+    if any(not isinstance(token, int) for token in tokens):
+        raise ValueError(f"{path} has eos_token_id={found!r}: a token id or a list of them is needed")
+    return tokens
 
 
 def _locate(source: str | Path, patterns: list[str], revision: str | None) -> Path:

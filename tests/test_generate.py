@@ -1,0 +1,361 @@
+"""Generation as a user calls it, on a tiny model with a byte tokenizer: text, plans, streams, conversations, refusals."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from elastic_jax.checkpoints import RunDirectory
+from elastic_jax.config import SparsityConfig
+from elastic_jax.elastic import ElasticModel
+from elastic_jax.generate import Generator
+from elastic_jax.models.decoder import Decoder
+from elastic_jax.text_stream import TextStream
+from elastic_jax.trainer import TrainConfig, init_state
+from elastic_jax.weights.safetensors import save_safetensors
+from tests.tiny import BLOCK, SPARSITY, lively_model, tiny_config
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+VOCABULARY = 256 + len(SPECIAL)
+EOS, START, END = 256, 257, 258
+# Tests share few shapes, since each is compiled: 192 padded tokens, rows of 12 slots, pools of one size.
+LONG = "A text of more than one window, so that streaming heads have lost its middle when the answer begins, and then a little more."
+POOL_GIB = 200 * 2 * BLOCK * 16 * 4 / 2**30
+
+
+def byte_tokenizer():
+    """Token n is byte n; the byte-level code shows printable bytes as themselves and the others as characters from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    other = [byte for byte in range(256) if byte not in printable]
+    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(other)}
+    tokenizer = Tokenizer(models.BPE({character: byte for byte, character in characters.items()}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=SPECIAL[0], chat_template=TEMPLATE)
+
+
+TOKENIZER = byte_tokenizer()
+
+
+def generator(router=True, setting="fa_ssa", cache_gib=POOL_GIB, stop_tokens=()):
+    model, backbone, routers = lively_model(changes={"vocab_size": VOCABULARY}, sparsity=dataclasses.replace(SPARSITY, setting=setting))
+    return Generator(model, backbone, routers if router else None, TOKENIZER, cache_gib=cache_gib, stop_tokens=stop_tokens)
+
+
+def user(text):
+    return [{"role": "user", "content": text}]
+
+
+def stop_after(completion, count):
+    """A token that ends this completion no earlier than after `count` tokens, and where it does."""
+    tokens = completion.tokens.tolist()
+    at = next(i for i in range(count, len(tokens)) if tokens.index(tokens[i]) == i)
+    return tokens[at], at
+
+
+def test_what_comes_back():
+    model = generator()
+    result = model.generate([LONG, user(LONG)], max_new_tokens=12, stop=[])
+    for completion, prompt in zip(result.completions, (LONG, f"<|im_start|>user\n{LONG}<|im_end|>\n<|im_start|>assistant\n")):
+        assert completion.text == model.tokenizer.decode(completion.tokens, skip_special_tokens=True)
+        assert completion.prompt_tokens == len(model.tokenizer(prompt)["input_ids"])
+        assert (completion.new_tokens, completion.finish_reason) == (12, "length")
+        assert completion.is_full.shape == (3, 2)
+        assert 0 < completion.msr < 1
+        assert 0 < completion.esr < completion.msr
+    timings = result.timings
+    assert timings.steps == 11
+    assert timings.ms_per_token == pytest.approx(1e3 * timings.decode_seconds / 11)
+    blocks = [-(-(completion.prompt_tokens + 12) // BLOCK) for completion in result.completions]
+    full = [int(completion.is_full.sum()) for completion in result.completions]
+    assert timings.cache_pages == sum(f * b + (6 - f) * 3 for f, b in zip(full, blocks))
+    assert timings.cache_mib == timings.cache_pages * 2 * BLOCK * 16 * 4 / 2**20
+    assert timings.dense_cache_mib == 6 * sum(blocks) * 2 * BLOCK * 16 * 4 / 2**20
+    assert model.generate([LONG], max_new_tokens=1, stop=[]).timings.steps == 0
+
+
+@pytest.mark.parametrize("setting", ["fa_ssa", "fa_xa", "xa_ssa"])
+def test_a_batch_gives_each_prompt_its_own_text(setting):
+    model = generator(setting=setting)
+    prompts = {7: "a", 8: user("short"), 9: LONG}
+    options = {"max_new_tokens": 20, "temperature": 0.8, "top_k": 40, "top_p": 0.95}
+    run = lambda *seeds: model.generate([prompts[s] for s in seeds], seeds=seeds, **options).completions
+    expected = dict(zip((9, 7), run(9, 7)))
+    batches = [(8, 9), (7, 9)] + [(9,), (7, 8, 9)] * (setting == "fa_ssa")
+    for seeds in batches:
+        for seed, completion in zip(seeds, run(*seeds)):
+            if seed in expected:
+                assert completion.text == expected[seed].text
+                np.testing.assert_array_equal(completion.tokens, expected[seed].tokens)
+                np.testing.assert_array_equal(completion.is_full, expected[seed].is_full)
+                assert completion.esr == pytest.approx(expected[seed].esr, abs=1e-6)
+    twice = model.generate([LONG, LONG], **options).completions
+    assert twice[0].text != twice[1].text  # seeds differ
+    assert expected[9].is_full.any()
+    assert not expected[9].is_full.all()
+
+
+def test_plans_of_ones_own():
+    model = generator()
+    run = lambda **options: model.generate([LONG, "b"], max_new_tokens=10, stop=[], **options)
+    dense, sparse, routed = run(heads="full"), run(heads="sparse"), run()
+    assert [c.msr for c in dense.completions] == [0, 0]
+    assert [c.esr for c in dense.completions] == [0, 0]
+    assert [c.msr for c in sparse.completions] == [1, 1]
+    assert dense.timings.cache_pages > routed.timings.cache_pages > sparse.timings.cache_pages
+    assert dense.timings.cache_mib == dense.timings.dense_cache_mib
+    texts = lambda result: [c.tokens.tolist() for c in result.completions]
+    assert texts(run(logit_bias=np.inf)) == texts(dense)
+    assert texts(run(logit_bias=-np.inf)) == texts(sparse)
+    assert texts(run(heads=np.stack([c.is_full for c in routed.completions]))) == texts(routed)
+    assert texts(run(heads=np.ones((3, 2)))) == texts(dense)
+    assert texts(dense)[0] != texts(sparse)[0]
+    assert texts(dense)[1] == texts(sparse)[1]  # all within the window
+
+
+def test_stop_tokens():
+    model = generator()
+    free = model.generate([LONG, "b"], max_new_tokens=30, stop=[]).completions
+    token, at = stop_after(free[0], 4)
+    for stop in ([token], [EOS, token], [model.tokenizer.convert_ids_to_tokens(token)] if token >= 256 else [token]):
+        stopped, other = model.generate([LONG, "b"], max_new_tokens=30, stop=stop).completions
+        np.testing.assert_array_equal(stopped.tokens, free[0].tokens[: at + 1])
+        assert stopped.finish_reason == "stop"
+        assert stopped.text == model.tokenizer.decode(free[0].tokens[:at], skip_special_tokens=True)
+        if token not in free[1].tokens:
+            np.testing.assert_array_equal(other.tokens, free[1].tokens)
+
+
+def test_default_stop_tokens():
+    model = generator(stop_tokens=[65])
+    stops = model.request([True, False], max_new_tokens=1).stops
+    assert [sorted(set(row) - {-1}) for row in stops.tolist()] == [[65, EOS], [65, EOS, END]]
+    assert model._stops(["<|im_end|>", "A", 3], True) == [END, model.tokenizer("A")["input_ids"][0], 3]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    text=st.text(max_size=60) | st.binary(max_size=90),
+    cuts=st.lists(st.integers(1, 12), min_size=1, max_size=40),
+    special=st.lists(st.integers(0, 60), max_size=3),
+)
+def test_pieces_of_a_stream_are_whole_characters(text, cuts, special):
+    tokenizer = TOKENIZER
+    tokens = list(text if isinstance(text, bytes) else text.encode("utf-8"))
+    for place in special:
+        tokens.insert(min(place, len(tokens)), END)
+    whole = tokenizer.decode(tokens, skip_special_tokens=True)
+    stream, pieces, start = TextStream(tokenizer), [], 0
+    for cut in [*cuts, len(tokens)]:
+        pieces.append(stream.push(tokens[start : start + cut]))
+        start += cut
+    assert not any(piece.endswith("\ufffd") for piece in pieces)
+    assert "".join(pieces) + stream.flush() == whole
+    if isinstance(text, str):
+        assert whole == text
+
+
+def test_streamed_text_is_the_text():
+    model = generator()
+    pieces = {0: [], 1: []}
+    prompts, options = [LONG, "b"], {"max_new_tokens": 50, "temperature": 1.5, "seeds": [3, 4]}
+    result = model.generate(prompts, on_text=lambda index, text: pieces[index].append(text), **options)
+    silent = model.generate(prompts, **options)
+    for index, completion in enumerate(result.completions):
+        assert "".join(pieces[index]) == completion.text == silent.completions[index].text
+        assert len(pieces[index]) > 3
+        assert all(pieces[index])
+
+
+def test_a_conversation_decides_anew_at_each_turn():
+    model = generator()
+    chat = model.chat(system="Be brief.")
+    options = {"max_new_tokens": 15, "stop": ["<|im_end|>"]}
+    first, second = chat.send(LONG, **options), chat.send("And then?", **options)
+    history = [{"role": "system", "content": "Be brief."}, *user(LONG), {"role": "assistant", "content": first.text}, *user("And then?")]
+    (again,) = model.generate([history], **options).completions
+    assert again.text == second.text
+    np.testing.assert_array_equal(again.is_full, second.is_full)
+    assert chat.messages == [*history, {"role": "assistant", "content": second.text}]
+    assert chat.timings.steps <= 14
+    assert second.prompt_tokens > first.prompt_tokens + first.new_tokens
+    assert chat.send("Go on", heads="sparse", **options).msr == 1
+
+
+@pytest.mark.parametrize(("stops", "cache_gib"), [(False, None), (True, POOL_GIB)])
+def test_a_conversation_that_keeps_its_cache_runs_new_tokens_only(stops, cache_gib):
+    """Every answer is that of one prefill of all tokens so far under the first turn's plan."""
+    model = generator(cache_gib=cache_gib)
+    free = model.generate([user(LONG)], max_new_tokens=15, stop=[]).completions[0]
+    stop = [stop_after(free, 3)[0]] if stops else []
+    with model.chat(reroute=False) as chat:
+        tokens = np.zeros(0, np.int32)
+        for number, text in enumerate((LONG, "And then?", "Why \u00e9?")):
+            completion = chat.send(text, max_new_tokens=15, stop=stop)
+            if number == 0:
+                plan = completion.is_full
+                tokens = model.encode([user(text)])[0][0]
+                np.testing.assert_array_equal(plan, free.is_full)
+            else:
+                assert completion.esr is None
+                header = f"<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+                tokens = np.concatenate([tokens, TOKENIZER(header)["input_ids"]])
+            np.testing.assert_array_equal(completion.is_full, plan)
+            assert completion.prompt_tokens == tokens.size
+            request = model.request([True], max_new_tokens=15, stop=stop, heads=plan)
+            cache = model.open_cache([tokens.size], request)
+            logits = model.prefill([(tokens, (0, 1))], cache, request).logits
+            expected = model.decode(cache, logits, request, plan[:, None], [None], 0.0).completions[0]
+            cache.free()
+            np.testing.assert_array_equal(completion.tokens, expected.tokens)
+            answer = completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens
+            tokens = np.concatenate([tokens, answer])
+    with pytest.raises(ValueError, match="closed and its cache freed"):
+        chat.send("x", max_new_tokens=1)
+    if cache_gib:
+        assert model._pool.num_free == model._pool.num_pages
+
+
+def test_a_kept_cache_refuses_heads_whose_keys_are_gone():
+    model = generator()
+    options = {"max_new_tokens": 5, "stop": []}
+    with model.chat(reroute=False) as chat:
+        chat.send(LONG, heads="sparse", **options)
+        messages = list(chat.messages)
+        with pytest.raises(ValueError, match="would keep every key again.*reroute=True"):
+            chat.send("x", heads="full", **options)
+        assert chat.messages == messages
+        assert chat.send("x", **options).msr == 1
+    with model.chat(reroute=False) as chat:
+        assert chat.send("x", heads="sparse", **options).msr == 1
+        assert chat.send("y", heads="full", **options).msr == 0  # all keys are still there
+        assert chat.send(LONG, heads=np.zeros((3, 2)), **options).msr == 1
+        with pytest.raises(ValueError, match="later turn of reroute=False keeps the plan"):
+            chat.send("x", logit_bias=1.0, **options)
+
+    def fail(index, text):
+        raise RuntimeError("no")
+
+    chat = model.chat(reroute=False)
+    with pytest.raises(RuntimeError, match="no"):
+        chat.send("x", on_text=fail, **options)
+    chat.send("x", **options)
+    with pytest.raises(RuntimeError, match="no"):
+        chat.send("x", on_text=fail, **options)
+    with pytest.raises(ValueError, match="closed"):
+        chat.send("x", **options)
+
+
+def test_a_shared_pool_that_is_used_up_says_what_would_do():
+    pages = 60
+    model = generator(cache_gib=pages * 2 * BLOCK * 16 * 4 / 2**30)
+    options = {"max_new_tokens": 10, "stop": []}
+    with model.chat(reroute=False) as chat:
+        before = chat.send("x", heads="full", **options)
+        with pytest.raises(ValueError, match=r"pool has 60 pages .* would do") as error:
+            model.generate([LONG], heads="full", **options)
+        with pytest.raises(ValueError, match="would do"):
+            chat.send(LONG, **options)
+        with pytest.raises(ValueError, match="would do"):
+            model.generate([LONG], logit_bias=np.inf, **options)
+        assert chat.send("y", **options).prompt_tokens > before.prompt_tokens
+        assert model.generate([LONG], heads="sparse", **options).timings.cache_pages == 18
+    enough = generator(cache_gib=float(str(error.value).split("now: ")[1].split(" GiB")[0]) * 1.01)
+    assert enough.generate([LONG], heads="full", **options).completions[0].msr == 0
+
+
+MODEL = generator()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompts": "text"}, "accepted is a list of texts and chats"),
+        ({"prompts": user("text")}, "accepted is a list of texts and chats"),
+        ({"prompts": []}, "at least one"),
+        ({"prompts": ["a", ""]}, r"prompts\[1\]='' is empty"),
+        ({"prompts": [[]]}, r"prompts\[0\]=\[\]: accepted is a text, or a list"),
+        ({"prompts": [[{"role": "robot", "content": "x"}]]}, "roles system, user, assistant"),
+        ({"prompts": [[{"role": "user", "content": None}]]}, "texts as content"),
+        ({"prompts": [[*user("x"), {"role": "assistant", "content": "y"}]]}, "the last one must be the user's"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0: a whole number from 1"),
+        ({"prompts": ["a" * 500], "max_new_tokens": 13}, r"500 tokens, with max_new_tokens=13 513: the model has 512.*yarn_factor=2"),
+        ({"prompts": ["a" * 5000]}, "yarn_factor=10"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"top_k": -1}, "top_k=-1"),
+        ({"top_p": 0.0}, r"top_p=0.0: accepted are numbers in \(0, 1\]"),
+        ({"seeds": [1, 2]}, r"seeds=\[1, 2\]: accepted are 1 whole numbers"),
+        ({"seeds": [-1]}, "seeds"),
+        ({"stop": ["two"]}, "stop: 'two' is 3 tokens"),
+        ({"stop": [""]}, "stop: '' is 0 tokens"),
+        ({"stop": [VOCABULARY]}, f"stop: {VOCABULARY} is no token: accepted are ids from 0 to {VOCABULARY - 1}"),
+        ({"stop": "x"}, "accepted is a list of token ids"),
+        ({"heads": "half"}, "heads='half'"),
+        ({"heads": np.ones((2, 2))}, r"heads has shape \(2, 2\)"),
+        ({"heads": np.full((3, 2), 0.5)}, "0 and 1 of shape"),
+        ({"logit_bias": float("nan")}, "logit_bias=nan"),
+        ({"logit_bias": 1.0, "heads": "full"}, "none where heads are given"),
+    ],
+)
+def test_refuses(changes, message):
+    with pytest.raises(ValueError, match=message):
+        MODEL.generate(**({"prompts": ["x"], "max_new_tokens": 2} | changes))
+
+
+def test_refuses_what_the_model_lacks():
+    with pytest.raises(ValueError, match="this model has no router, so a plan must be given"):
+        generator(router=False).generate(["x"], max_new_tokens=2)
+    assert generator(router=False).generate(["x"], max_new_tokens=2, heads="full").completions[0].msr == 0
+    with pytest.raises(ValueError, match="cache_gib=1e-09: at least one page"):
+        generator(cache_gib=1e-9)
+    model = Generator(MODEL.model, MODEL.backbone, MODEL.router, PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer))
+    model.generate(["x"], max_new_tokens=2)
+    with pytest.raises(ValueError, match="has no chat_template"):
+        model.generate([user("x")], max_new_tokens=2)
+
+
+def test_from_a_folder_with_the_router_of_a_run(tmp_path):
+    from flax import nnx
+
+    config = tiny_config(vocab_size=VOCABULARY)
+    decoder = Decoder(config, rngs=nnx.Rngs(params=0), param_dtype=jnp.float32)
+    save_safetensors(decoder, tmp_path / "model")
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    sparsity = SparsityConfig(block_size=BLOCK, sink_tokens=BLOCK, local_tokens=BLOCK)
+    model, backbone = ElasticModel.create(decoder, config, sparsity=sparsity)
+    state = init_state(model, TrainConfig(seed=3))
+    names = {field.name: getattr(sparsity, field.name) for field in dataclasses.fields(sparsity)}
+    with RunDirectory(tmp_path / "run", keep=1) as run:
+        run.claim(names | {"router_width": 4, "pooling": "boundary", "yarn_factor": None})
+        with pytest.raises(ValueError, match="holds no checkpoint yet"):
+            ElasticModel.from_pretrained(tmp_path / "model", router=tmp_path / "run")
+        run.save(state)
+    loaded = ElasticModel.from_pretrained(tmp_path / "model", router=tmp_path / "run")
+    assert loaded.model.sparsity == sparsity
+    assert loaded._stop_tokens == {3, 4, EOS}
+    jax.tree.map(np.testing.assert_array_equal, loaded.router, state.trainable["router"])
+    by_hand = Generator(model, backbone, state.trainable["router"], TOKENIZER, stop_tokens=[3, 4])
+    prompts = [user(LONG), "b"]
+    for one, two in zip(*(m.generate(prompts, max_new_tokens=8).completions for m in (loaded, by_hand))):
+        np.testing.assert_array_equal(one.tokens, two.tokens)
+        np.testing.assert_array_equal(one.is_full, two.is_full)
+    wide = ElasticModel.from_pretrained(tmp_path / "model", yarn_factor=4, sparsity=SPARSITY, cache_gib=0.001)
+    assert wide.model.config.max_positions == 2048
+    assert wide.generate(["a" * 600], heads="sparse", max_new_tokens=2).completions[0].prompt_tokens == 600
+    other = Decoder(tiny_config(vocab_size=VOCABULARY, num_layers=2), rngs=nnx.Rngs(params=0), param_dtype=jnp.float32)
+    save_safetensors(other, tmp_path / "model")
+    with pytest.raises(ValueError, match="holds routers of another model"):
+        ElasticModel.from_pretrained(tmp_path / "model", router=tmp_path / "run")
