@@ -101,7 +101,7 @@ class Conversation:
         self._is_full = request.heads > 0.5
         padded = np.pad(new, (0, bucket(new.size, _FEED) - new.size))[None]
         try:
-            logits = feed_tokens(generator.model, generator.backbone, cache, padded, np.array([new.size]))
+            logits = feed_tokens(generator.model, generator.backbones, cache, padded, np.array([new.size]))
             return generator.decode(cache, logits, request, self._is_full, [None], started)
         except BaseException:
             self.close()  # the cache holds part of a turn

@@ -19,8 +19,7 @@ import numpy as np
 from flax import nnx
 
 from elastic_jax.cache import HeadTables, PagedCache, Pages, write_token
-from elastic_jax.elastic import Arrays, ElasticModel
-from elastic_jax.models.decoder import Decoder
+from elastic_jax.elastic import Arrays, ElasticModel, LayerBackbones
 from elastic_jax.models.rope import rope_cos_sin
 from elastic_jax.sampling import Sampling, sample
 from pallas_kernels import decode as decode_attention
@@ -57,11 +56,12 @@ def first_token(logits: jax.Array, position: jax.Array, sampling: Sampling, stop
 
 
 def generate_tokens(
-    model: ElasticModel, backbone: Arrays, cache: PagedCache, state: DecodeState, sampling: Sampling, stops: np.ndarray, steps: int
+    model: ElasticModel, backbones: LayerBackbones, cache: PagedCache, state: DecodeState, sampling: Sampling, stops: np.ndarray, steps: int
 ) -> tuple[DecodeState, np.ndarray]:
     """Runs `steps` steps, fewer where all sequences are done before.
 
     Args:
+      backbones: from `split_layers`.
       stops: i32[B, S], tokens that end a sequence; -1 where it has fewer.
       steps: 1 to MAX_STEPS; every sequence that is not done has room for as many tokens.
 
@@ -72,13 +72,13 @@ def generate_tokens(
     done, position = jax.device_get((state.done, state.position))
     assert (position + steps <= cache.capacity)[~done].all()
     cache.pool.pages, state, tokens, count = _run(
-        model, backbone, cache.pool.pages, cache.tables(~done), state, sampling, stops, np.int32(steps)
+        model, backbones, cache.pool.pages, cache.tables(~done), state, sampling, stops, np.int32(steps)
     )
     cache.lengths = np.array(state.position, np.int64)
     return state, np.asarray(tokens)[:, : int(count)]
 
 
-def feed_tokens(model: ElasticModel, backbone: Arrays, cache: PagedCache, tokens: np.ndarray, counts: np.ndarray) -> jax.Array:
+def feed_tokens(model: ElasticModel, backbones: LayerBackbones, cache: PagedCache, tokens: np.ndarray, counts: np.ndarray) -> jax.Array:
     """Puts given tokens i32[B, S], the first `counts` i32[B] of each row, one after another behind what the cache holds.
 
     Returns: f32[B, V], the logits after each sequence's last one.
@@ -86,7 +86,7 @@ def feed_tokens(model: ElasticModel, backbone: Arrays, cache: PagedCache, tokens
     assert (counts >= 1).all()
     assert (cache.lengths + counts <= cache.capacity).all()
     cache.pool.pages, logits = _feed(
-        model, backbone, cache.pool.pages, cache.tables(), tokens, counts.astype(np.int32), cache.lengths.astype(np.int32)
+        model, backbones, cache.pool.pages, cache.tables(), tokens, counts.astype(np.int32), cache.lengths.astype(np.int32)
     )
     cache.lengths = cache.lengths + counts
     return logits
@@ -95,7 +95,7 @@ def feed_tokens(model: ElasticModel, backbone: Arrays, cache: PagedCache, tokens
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _run(
     model: ElasticModel,
-    backbone: Arrays,
+    backbones: LayerBackbones,
     pages: Pages,
     tables: HeadTables,
     state: DecodeState,
@@ -103,11 +103,11 @@ def _run(
     stops: jax.Array,
     steps: jax.Array,
 ) -> tuple[Pages, DecodeState, jax.Array, jax.Array]:
-    decoder = nnx.merge(model.decoder, backbone)
+    decoder = nnx.merge(model.decoder, backbones[0])
 
     def step(carry: tuple[Pages, DecodeState, jax.Array, jax.Array]) -> tuple[Pages, DecodeState, jax.Array, jax.Array]:
         pages, state, tokens, count = carry
-        pages, hidden = _step(model, decoder, pages, tables, state.token, state.position, ~state.done)
+        pages, hidden = _step(model, backbones, pages, tables, state.token, state.position, ~state.done)
         position = jnp.where(state.done, state.position, state.position + 1)
         token = jnp.where(state.done, state.token, sample(decoder.logits(hidden), position, sampling))
         done = state.done | jnp.any(token[:, None] == stops, axis=1)
@@ -123,14 +123,14 @@ def _run(
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _feed(
-    model: ElasticModel, backbone: Arrays, pages: Pages, tables: HeadTables, tokens: jax.Array, counts: jax.Array, start: jax.Array
+    model: ElasticModel, backbones: LayerBackbones, pages: Pages, tables: HeadTables, tokens: jax.Array, counts: jax.Array, start: jax.Array
 ) -> tuple[Pages, jax.Array]:
-    decoder = nnx.merge(model.decoder, backbone)
+    decoder = nnx.merge(model.decoder, backbones[0])
 
     def step(i: jax.Array, carry: tuple[Pages, jax.Array]) -> tuple[Pages, jax.Array]:
         pages, last = carry
         active = i < counts
-        pages, hidden = _step(model, decoder, pages, tables, tokens[:, i], start + i, active)
+        pages, hidden = _step(model, backbones, pages, tables, tokens[:, i], start + i, active)
         return pages, jnp.where(active[:, None], hidden, last)
 
     last = jnp.zeros((tokens.shape[0], model.config.hidden_size), decoder.embedding.dtype)
@@ -140,7 +140,7 @@ def _feed(
 
 def _step(
     model: ElasticModel,
-    decoder: Decoder,
+    backbones: LayerBackbones,
     pages: Pages,
     tables: HeadTables,
     token: jax.Array,
@@ -149,19 +149,20 @@ def _step(
 ) -> tuple[Pages, jax.Array]:
     """One token of each active sequence through all layers: the pages with its keys and values, and [B, D] after the final norm."""
     cos, sin = rope_cos_sin(position[:, None], model.config.rope, model.config.head_dim)
-    graphdef, layers = nnx.split(decoder.layers)
     implementation = None if model.implementation is None else _DECODES[model.implementation]
 
-    def run_layer(carry: tuple[jax.Array, Pages], layer: tuple[nnx.State, HeadTables]) -> tuple[tuple[jax.Array, Pages], None]:
-        (x, pages), (weights, tables) = carry, layer
-        block = nnx.merge(graphdef, weights)
-        q, k, v, _ = block.before_attention(x, cos, sin)
+    @jax.jit  # traced once for all layers
+    def run_layer(backbone: Arrays, x: jax.Array, pages: Pages, tables: HeadTables) -> tuple[jax.Array, Pages]:
+        layer = nnx.merge(model.decoder, backbone).layers
+        q, k, v, _ = layer.before_attention(x, cos, sin)
         pages = write_token(pages, tables, k[:, 0], v[:, 0], position, active)
         heads = decode_attention.paged_decode_attention(
             q[:, 0], *pages, tables.table, *tables.slots(position, active), implementation=implementation
         )
-        return (block.after_attention(x, heads[:, None]), pages), None
+        return layer.after_attention(x, heads[:, None]), pages
 
+    decoder = nnx.merge(model.decoder, backbones[0])
     x = decoder.embedding[...][token][:, None]
-    (x, pages), _ = jax.lax.scan(run_layer, (x, pages), (layers, tables))
+    for number, backbone in enumerate(backbones):
+        x, pages = run_layer(backbone, x, pages, jax.tree.map(lambda rows, number=number: rows[number], tables))
     return pages, decoder.final_norm(x[:, 0])

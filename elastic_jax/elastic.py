@@ -29,6 +29,19 @@ if TYPE_CHECKING:
     from elastic_jax.generate import Generator
 
 Arrays = dict[str, Any]
+LayerBackbones = tuple[Arrays, ...]
+
+
+def split_layers(backbone: Arrays) -> LayerBackbones:
+    """The backbone as one for each layer: "layers" holds the weights of that layer alone, without the L axis; the rest is shared.
+
+    Merged with `ElasticModel.decoder` each is a decoder whose `layers` is one `DecoderLayer`. Generation runs on these: a slice of stacked
+    weights is a copy, which made a decode step of Qwen3-4B 6.4 ms instead of 2.6 (without attention; H200, jax 0.11.2).
+    """
+    count = jax.tree.leaves(backbone["layers"])[0].shape[0]
+    split = jax.tree.map(lambda weights: [weights[layer] for layer in range(count)], backbone["layers"])
+    pick = lambda layer: jax.tree.map(lambda weights: weights[layer], split, is_leaf=lambda x: isinstance(x, list))
+    return tuple(backbone | {"layers": pick(layer)} for layer in range(count))
 
 
 class Inference(NamedTuple):

@@ -25,7 +25,7 @@ from elastic_jax.checkpoints import RunDirectory, load_router, run_configs
 from elastic_jax.config import RouterConfig, SparsityConfig
 from elastic_jax.data.chat import ChatEncoder
 from elastic_jax.decoding import MAX_STEPS, first_token, generate_tokens
-from elastic_jax.elastic import Arrays, ElasticModel
+from elastic_jax.elastic import Arrays, ElasticModel, split_layers
 from elastic_jax.prefill import Prefilled, prefill
 from elastic_jax.sampling import Sampling
 from elastic_jax.text_stream import TextStream
@@ -139,7 +139,8 @@ class Generator:
         stop_tokens: Sequence[int] = (),
         cache_gib: float | None = None,
     ) -> None:
-        self.model, self.backbone, self.router, self.tokenizer = model, backbone, router, tokenizer
+        self.model, self.router, self.tokenizer = model, router, tokenizer
+        self.backbones = split_layers(backbone)
         eos: Any = tokenizer.eos_token_id
         self._stop_tokens = {*stop_tokens, *([] if eos is None else [eos])}
         self._encoder: ChatEncoder | None = None
@@ -355,7 +356,7 @@ class Generator:
     def prefill(self, encoded: Sequence[tuple[np.ndarray, tuple[int, int]]], cache: PagedCache, request: Request) -> Prefilled:
         tokens, user_turns = zip(*encoded)
         return prefill(
-            self.model, self.backbone, self.router, tokens, user_turns, cache, heads=request.heads, logit_bias=request.logit_bias
+            self.model, self.backbones, self.router, tokens, user_turns, cache, heads=request.heads, logit_bias=request.logit_bias
         )
 
     def decode(
@@ -395,7 +396,7 @@ class Generator:
         made, at_once = 1, MAX_STEPS if request.on_text is None else _STREAM_STEPS
         while made < request.max_new_tokens and not done.all():
             wanted = min(at_once, request.max_new_tokens - made)
-            state, new = generate_tokens(self.model, self.backbone, cache, state, request.sampling, stops, wanted)
+            state, new = generate_tokens(self.model, self.backbones, cache, state, request.sampling, stops, wanted)
             made += new.shape[1]
             take(new)
         ended = time.perf_counter()

@@ -24,7 +24,7 @@ from flax import nnx
 
 from elastic_jax.attention import selected_attention
 from elastic_jax.cache import HeadTables, PagedCache, Pages, bucket, keeps_ring, write_prompt
-from elastic_jax.elastic import Arrays, ElasticModel
+from elastic_jax.elastic import Arrays, ElasticModel, LayerBackbones
 from elastic_jax.models.rope import rope_cos_sin
 from elastic_jax.plan import effective_sparsity
 from elastic_jax.router import Routing
@@ -49,7 +49,7 @@ class Prefilled(NamedTuple):
 
 def prefill(
     model: ElasticModel,
-    backbone: Arrays,
+    backbones: LayerBackbones,
     router: Arrays | None,
     prompts: Sequence[np.ndarray],
     user_turns: Sequence[tuple[int, int]],
@@ -61,6 +61,7 @@ def prefill(
     """Runs prompts of any lengths and fills an empty cache of as many sequences.
 
     Args:
+      backbones: from `split_layers`.
       router: the routers' arrays; None where `heads` are given.
       prompts: token ids i32[n] each, n from 1 to the sequence's capacity.
       user_turns: first token and end (exclusive) of what the router pools.
@@ -82,14 +83,13 @@ def prefill(
         row[: len(prompt)] = prompt
     ranges = np.array(user_turns, np.int32)[:, None], np.stack([np.zeros_like(lengths), lengths], axis=1)[:, None]
 
-    pool, x = cache.pool, _embed(model, backbone, tokens)
+    pool, x = cache.pool, _embed(model, backbones[0], tokens)
     decisions, pruned = [], []
-    for layer in range(model.config.num_layers):
+    for layer, backbone in enumerate(backbones):
         given = None if heads is None else np.asarray(heads[layer], np.float32)[:, None]
         routers = router if heads is None else None
-        number = np.int32(layer)
-        q, k, v, routing = _project(model, backbone, routers, number, x, *ranges, given, np.float32(logit_bias))
-        x, esr = _attend(model, backbone, number, x, q, k, v, routing.is_full, lengths)
+        q, k, v, routing = _project(model, backbone, routers, np.int32(layer), x, *ranges, given, np.float32(logit_bias))
+        x, esr = _attend(model, backbone, x, q, k, v, routing.is_full, lengths)
         decisions.append(jax.device_get(routing))
         pruned.append(esr)
         if heads is None:
@@ -98,7 +98,7 @@ def prefill(
         del q, k, v
     cache.lengths[:] = lengths
     return Prefilled(
-        logits=_last_logits(model, backbone, x, lengths),
+        logits=_last_logits(model, backbones[-1], x, lengths),
         is_full=np.stack([routing.is_full[:, 0] > 0.5 for routing in decisions]),
         logit=np.stack([routing.logit[:, 0] for routing in decisions]),
         effective_sparsity=np.mean(jax.device_get(pruned), axis=0),
@@ -122,8 +122,8 @@ def _project(
     given: jax.Array | None,
     logit_bias: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, Routing]:
-    """q, k and v of layer `number`, and its decisions f32[B, 1, K]: the router's, or those `given`."""
-    config, layer = model.config, nnx.merge(model.decoder, backbone).layer(number)
+    """q, k and v of a layer, and its decisions f32[B, 1, K]: those `given`, or of router `number`."""
+    config, layer = model.config, nnx.merge(model.decoder, backbone).layers
     position = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
 
     def project(x: jax.Array, position: jax.Array) -> tuple[jax.Array, ...]:
@@ -137,11 +137,10 @@ def _project(
     return q, k, v, model.decide(arrays, keys, user_turn, span, logit_bias)
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _attend(
     model: ElasticModel,
     backbone: Arrays,
-    number: jax.Array,
     x: jax.Array,
     q: jax.Array,
     k: jax.Array,
@@ -150,7 +149,7 @@ def _attend(
     lengths: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """The layer's output [B, T, D], and its Omega_ESR f32[B]."""
-    layer = nnx.merge(model.decoder, backbone).layer(number)
+    layer = nnx.merge(model.decoder, backbone).layers
     heads, plan = selected_attention(
         q,
         k,

@@ -10,6 +10,7 @@ import pytest
 from elastic_jax import decoding
 from elastic_jax.config import SparsityConfig
 from elastic_jax.decoding import MAX_STEPS, feed_tokens, first_token, generate_tokens
+from elastic_jax.elastic import split_layers
 from elastic_jax.prefill import prefill
 from elastic_jax.sampling import Sampling
 from tests.test_prefill import open_cache, pack, prompts, turns, whole_logits
@@ -28,7 +29,7 @@ def greedy(batch, seeds=None, temperature=0.0):
 
 def start(model, backbone, texts, heads, room=64, sampling=None, stops=NEVER):
     cache = open_cache(model, texts, room=room)
-    result = prefill(model, backbone, None, texts, turns(texts), cache, heads=heads)
+    result = prefill(model, split_layers(backbone), None, texts, turns(texts), cache, heads=heads)
     stops = np.broadcast_to(stops, (len(texts), stops.shape[1]))
     return cache, first_token(result.logits, cache.lengths.astype(np.int32), sampling or greedy(len(texts)), stops)
 
@@ -40,7 +41,7 @@ def generate(model, backbone, texts, heads, steps=40, sampling=None, stops=NEVER
     cache, state = start(model, backbone, texts, heads, steps, sampling, stops)
     tokens = [np.asarray(state.token)[:, None]]
     while steps:
-        state, new = generate_tokens(model, backbone, cache, state, sampling, stops, min(steps, at_once))
+        state, new = generate_tokens(model, split_layers(backbone), cache, state, sampling, stops, min(steps, at_once))
         steps -= min(steps, at_once)
         tokens.append(new)
     return np.concatenate(tokens, axis=1), cache, state
@@ -69,7 +70,7 @@ def test_every_step_is_the_whole_models_next_position(setting, window):
     heads, steps = decisions(6), 60
     cache, _ = start(model, backbone, texts, heads)
     new = np.random.default_rng(5).integers(0, 97, (6, steps)).astype(np.int32)
-    logits = np.stack([feed_tokens(model, backbone, cache, new[:, i : i + 1], np.ones(6, int)) for i in range(steps)], axis=1)
+    logits = np.stack([feed_tokens(model, split_layers(backbone), cache, new[:, i : i + 1], np.ones(6, int)) for i in range(steps)], axis=1)
     for row, text in enumerate(texts):
         expected = whole(model, backbone, np.concatenate([text, new[row]]), heads[:, row])[len(text) :]
         np.testing.assert_allclose(logits[row], expected, atol=2e-5 * np.abs(expected).max())
@@ -83,10 +84,10 @@ def test_a_step_after_prefill_is_prefilling_one_token_more():
     texts = prompts(1, 15, 16, 47, 48, 127)
     heads, new = decisions(6), np.arange(6, dtype=np.int32)[:, None]
     cache, _ = start(model, backbone, texts, heads)
-    stepped = feed_tokens(model, backbone, cache, new, np.ones(6, int))
+    stepped = feed_tokens(model, split_layers(backbone), cache, new, np.ones(6, int))
     longer = [np.concatenate([text, token]) for text, token in zip(texts, new)]
     longer_cache = open_cache(model, longer, room=64)
-    at_once = prefill(model, backbone, None, longer, turns(longer), longer_cache, heads=heads).logits
+    at_once = prefill(model, split_layers(backbone), None, longer, turns(longer), longer_cache, heads=heads).logits
     np.testing.assert_allclose(stepped, at_once, atol=2e-5 * float(jnp.abs(at_once).max()))
     np.testing.assert_array_equal(cache.lengths, longer_cache.lengths)
 
@@ -137,7 +138,10 @@ def test_a_stop_token_ends_its_sequence_alone():
     everything = np.arange(97, dtype=np.int32)[None]
     cache, state = start(model, backbone, texts, heads, stops=everything)
     assert np.asarray(state.done).all()
-    assert generate_tokens(model, backbone, cache, state, greedy(6), np.broadcast_to(everything, (6, 97)), 5)[1].shape == (6, 0)
+    assert generate_tokens(model, split_layers(backbone), cache, state, greedy(6), np.broadcast_to(everything, (6, 97)), 5)[1].shape == (
+        6,
+        0,
+    )
 
 
 def test_given_tokens_may_differ_in_number():
@@ -146,7 +150,7 @@ def test_given_tokens_may_differ_in_number():
     new = np.random.default_rng(1).integers(0, 97, (6, 32)).astype(np.int32)
     counts = np.array([1, 32, 5, 17, 18, 31])
     cache, _ = start(model, backbone, texts, heads)
-    logits = feed_tokens(model, backbone, cache, new, counts)
+    logits = feed_tokens(model, split_layers(backbone), cache, new, counts)
     for row, text in enumerate(texts):
         expected = whole(model, backbone, np.concatenate([text, new[row, : counts[row]]]), heads[:, row])[-1]
         np.testing.assert_allclose(logits[row], expected, atol=2e-5 * np.abs(expected).max())
@@ -160,9 +164,9 @@ def test_a_freed_sequence_is_refused_and_others_go_on():
     cache, state = start(model, backbone, texts, heads)
     cache.free(2)
     with pytest.raises(ValueError, match=r"sequences \[2\] of this cache were freed"):
-        generate_tokens(model, backbone, cache, state, greedy(6), np.broadcast_to(NEVER, (6, 1)), 10)
+        generate_tokens(model, split_layers(backbone), cache, state, greedy(6), np.broadcast_to(NEVER, (6, 1)), 10)
     state = dataclasses.replace(state, done=jnp.arange(6) == 2)
-    _, tokens = generate_tokens(model, backbone, cache, state, greedy(6), np.broadcast_to(NEVER, (6, 1)), 10)
+    _, tokens = generate_tokens(model, split_layers(backbone), cache, state, greedy(6), np.broadcast_to(NEVER, (6, 1)), 10)
     rows = [0, 1, 3, 4, 5]
     np.testing.assert_array_equal(tokens[rows], expected[rows, 1:])
 
@@ -176,6 +180,15 @@ def test_one_program_for_any_number_of_steps_and_nothing_closed_over():
     generate(model, backbone, texts, heads, sampling=greedy(6, temperature=0.5), steps=40)
     assert decoding._run._cache_size() == before
     cache, state = start(model, backbone, texts, heads)
-    arguments = (model, backbone, cache.pool.pages, cache.tables(), state, greedy(6), np.broadcast_to(NEVER, (6, 1)), np.int32(5))
+    arguments = (
+        model,
+        split_layers(backbone),
+        cache.pool.pages,
+        cache.tables(),
+        state,
+        greedy(6),
+        np.broadcast_to(NEVER, (6, 1)),
+        np.int32(5),
+    )
     constants = jax.make_jaxpr(decoding._run, static_argnums=0)(*arguments).consts
     assert max((np.size(constant) for constant in constants), default=0) <= SPARSITY.block_size

@@ -320,7 +320,8 @@ def test_refuses_what_the_model_lacks():
     assert generator(router=False).generate(["x"], max_new_tokens=2, heads="full").completions[0].msr == 0
     with pytest.raises(ValueError, match="cache_gib=1e-09: at least one page"):
         generator(cache_gib=1e-9)
-    model = Generator(MODEL.model, MODEL.backbone, MODEL.router, PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer))
+    model, backbone, routers = lively_model(changes={"vocab_size": VOCABULARY}, sparsity=SPARSITY)
+    model = Generator(model, backbone, routers, PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer))
     model.generate(["x"], max_new_tokens=2)
     with pytest.raises(ValueError, match="has no chat_template"):
         model.generate([user("x")], max_new_tokens=2)

@@ -13,7 +13,7 @@ from tests.tiny_models import torch_logits
 
 pytestmark = pytest.mark.assets
 
-SUBJECTS = "cat river clock garden train piano robot winter market dragon".split()
+SUBJECTS = ["cat", "river", "clock", "garden", "train", "piano", "robot", "winter", "market", "dragon"]
 NEW = 200
 
 

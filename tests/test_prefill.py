@@ -10,6 +10,7 @@ import pytest
 from elastic_jax import prefill as prefill_module
 from elastic_jax.cache import PagedCache, PagePool, keeps_ring, pages_needed
 from elastic_jax.data.batch import PackedBatch
+from elastic_jax.elastic import split_layers
 from elastic_jax.prefill import prefill
 from tests.tiny import BLOCK, SPARSITY, lively_model
 
@@ -33,7 +34,7 @@ def open_cache(model, texts, room=0, pages=None):
 
 
 def run(model, backbone, router, texts, **options):
-    return prefill(model, backbone, router, texts, turns(texts), open_cache(model, texts), **options)
+    return prefill(model, split_layers(backbone), router, texts, turns(texts), open_cache(model, texts), **options)
 
 
 def pack(text, turn, tokens=128):
@@ -124,8 +125,8 @@ def test_the_mlp_never_holds_all_tokens():
     model, backbone, _ = lively_model(changes={"mlp_size": wide})
     tokens, shape = 4096, jax.ShapeDtypeStruct
     x, q, k = (shape((1, tokens, *heads), jnp.float32) for heads in ((32,), (4, 16), (2, 16)))
-    arguments = (np.int32(0), x, q, k, k, shape((1, 1, 2), jnp.float32), shape((1,), jnp.int32))
-    memory = prefill_module._attend.lower(model, backbone, *arguments).compile().memory_analysis()
+    arguments = (x, q, k, k, shape((1, 1, 2), jnp.float32), shape((1,), jnp.int32))
+    memory = prefill_module._attend.lower(model, split_layers(backbone)[0], *arguments).compile().memory_analysis()
     assert memory.temp_size_in_bytes < tokens * wide * 4 / 4
 
 
@@ -138,12 +139,12 @@ def test_too_small_a_pool_is_refused_and_others_keep_their_keys():
     pages = cache.pool.pages
     full = np.ones((3, 1, 2))
     with pytest.raises(ValueError, match="20 pages of 16 tokens .* would do"):
-        prefill(model, backbone, None, texts, turns(texts), cache, heads=full)
+        prefill(model, split_layers(backbone), None, texts, turns(texts), cache, heads=full)
     assert cache.pool.pages is pages  # nothing ran
     cache.free()
     cache = PagedCache(cache.pool, model.config, model.sparsity, [100])
     with pytest.raises(ValueError, match="20 pages of 16 tokens .* would do"):
-        prefill(model, backbone, router, texts, turns(texts), cache, logit_bias=np.inf)
+        prefill(model, split_layers(backbone), router, texts, turns(texts), cache, logit_bias=np.inf)
     cache.free()
     assert cache.pool.num_free == 18
     assert not keeps_ring(full, model.sparsity).any()

@@ -117,11 +117,6 @@ class Decoder(nnx.Module):
         hidden, aux = jax.lax.scan(step, self.embedding[...][tokens], (layers, per_layer))
         return self.final_norm(hidden), aux
 
-    def layer(self, number: jax.Array) -> DecoderLayer:
-        """One layer, by a number that may be traced."""
-        graphdef, layers = nnx.split(self.layers)
-        return nnx.merge(graphdef, jax.tree.map(lambda weights: jax.lax.dynamic_index_in_dim(weights, number, keepdims=False), layers))
-
     def output_embedding(self) -> jax.Array:
         """[V, D]: the output head, which is the input embedding where the two are tied."""
         return self.embedding[...] if self.config.tie_embeddings else self.head[...]
