@@ -2,6 +2,7 @@
 
 python -m experiments.benchmark --what=attention --tokens=16384 --sparse_shares=0,0.875 --implementations=mosaic,triton,cudnn_jax
 python -m experiments.benchmark --what=train_step --tokens=1024
+python -m experiments.benchmark --what=prefill --model=qwen3_4b --tokens=131072 --sparse_shares=0,0.7
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from absl import app, flags, logging
 
 from elastic_jax.config import RouterConfig, SparsityConfig
 from elastic_jax.data.packing import check_pack_shape
-from experiments.bench import attention, report, router, train_step, tuning, xattn
+from experiments.bench import attention, inference, report, router, train_step, tuning, xattn
 from experiments.bench.shapes import SHAPES
 from experiments.common import define_model_flags, errors_in_one_line, load_elastic_model, model_settings
 
-_WHATS = ["attention", "dispatch", "backward", "xattn", "router", "train_step", "report"]
+_WHATS = ["attention", "dispatch", "backward", "xattn", "router", "train_step", *inference.DEFAULTS, "report"]
 
 
 def main(argv: list[str]) -> None:
@@ -49,6 +50,19 @@ def main(argv: list[str]) -> None:
 
 def _records(what: str) -> Iterator[dict[str, Any]]:
     values, settings = flags.FLAGS, model_settings()
+    if what in inference.DEFAULTS:
+        implementations, tokens, shares = inference.DEFAULTS[what]
+        yield from inference.run(
+            what,
+            settings=settings,
+            tokens=_numbers("tokens", int, tokens),
+            batches=_numbers("batches", int, (1,)),
+            sparse_shares=_numbers("sparse_shares", float, shares),
+            routed=values.routed,
+            implementations=values.implementations or implementations,
+            samples=values.samples,
+        )
+        return
     common = {"dtype": settings["dtype"], "samples": values.samples}
     if what == "train_step":
         for tokens in _numbers("tokens", int, (1024,)):
@@ -85,7 +99,7 @@ def _records(what: str) -> Iterator[dict[str, Any]]:
 
 
 def _refuse_empty_lists() -> None:
-    for flag in ("tokens", "sparse_shares", "implementations", "xattn_inputs"):
+    for flag in ("tokens", "batches", "sparse_shares", "implementations", "xattn_inputs"):
         if flags.FLAGS[flag].value == []:
             raise ValueError(f"--{flag}= is empty: leave it out for all, or give values with commas between them")
 
@@ -120,10 +134,14 @@ def _options(text: str) -> dict[str, dict[str, Any]]:
 if __name__ == "__main__":
     define_model_flags()
     flags.DEFINE_enum("what", None, _WHATS, "What to time; `report` writes table and plot of the files of --out again.", required=True)
-    flags.DEFINE_enum("shape", "qwen3_4b", list(SHAPES), "Model whose heads the kernels get (all but train_step, which takes --model).")
+    flags.DEFINE_enum("shape", "qwen3_4b", list(SHAPES), "Model whose heads the kernels get; those that run a whole model take --model.")
     flags.DEFINE_list("tokens", None, "Sequence lengths (default: of each benchmark its own).")
-    flags.DEFINE_list("sparse_shares", None, "Shares of KV heads that stream: attention, dispatch, backward.")
-    flags.DEFINE_list("implementations", None, "Which to time, by name: attention, dispatch, backward, xattn.")
+    flags.DEFINE_list(
+        "batches", None, "Numbers of prompts at once, each with sparse heads of its own: prefill, decode, memory (default: 1)."
+    )
+    flags.DEFINE_list("sparse_shares", None, "Shares of sparse KV heads: attention, dispatch, backward, prefill, decode, memory.")
+    flags.DEFINE_bool("routed", False, "Adds a case whose heads random routers choose: prefill, memory.")
+    flags.DEFINE_list("implementations", None, "Which to time, by name: attention, dispatch, backward, xattn, prefill, decode.")
     flags.DEFINE_list("xattn_inputs", list(xattn.INPUTS), "Queries and keys of xattn: random, demo (a layer of the demo model).")
     flags.DEFINE_string(
         "flex_options",

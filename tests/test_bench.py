@@ -430,7 +430,7 @@ def test_lists_of_numbers_are_refused(text, monkeypatch):
 
 
 def test_empty_lists_are_refused(monkeypatch):
-    lists = {"tokens": ["1"], "sparse_shares": None, "implementations": [], "xattn_inputs": ["demo"]}
+    lists = {"tokens": ["1"], "batches": None, "sparse_shares": None, "implementations": [], "xattn_inputs": ["demo"]}
     monkeypatch.setattr(benchmark.flags, "FLAGS", {name: types.SimpleNamespace(value=value) for name, value in lists.items()})
     with pytest.raises(ValueError, match="--implementations= is empty"):
         benchmark._refuse_empty_lists()

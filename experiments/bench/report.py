@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,17 @@ from experiments.bench.implementations import NAMES, SERIAL
 # What two lines of one plot must share; and what makes a later line of a file replace an earlier one.
 _SETTING = ("shape", "dtype", "block_size", "sink_blocks", "local_blocks", "device")
 _CASE = (*_SETTING, "direction", "implementation", "tokens", "sparse_share")
+_MODEL_SETTING = ("dtype", "setting", "block_size", "sink_blocks", "local_blocks", "device")
+_MODEL_CASE = ("model", "setting", "batch", "routed", "msr")
 _VERSIONS = ("jax", "torch", "triton", "cudnn")
+# Of whole models: the fields that a table has, a row for each record.
+_ABOUT = ("model", "tokens", "batch", "implementation", "msr", "routed")
+_RATIOS = ("speedup_over_hf", "speedup_over_dense", "times_single")
+_COLUMNS = {
+    "prefill": (*_ABOUT, "median_ms", "tokens_per_second", *_RATIOS, "cache_mib", "cache_share", "peak_gib"),
+    "decode": (*_ABOUT, "median_ms", "tokens_per_second", *_RATIOS, "cache_mib", "cache_share"),
+    "memory": (*_ABOUT, "weights_gib", "cache_mib", "cache_share", "peak_gib", "first_prefill_s", "first_decode_s"),
+}
 
 
 def about() -> dict[str, Any]:
@@ -26,7 +36,7 @@ def about() -> dict[str, Any]:
         "device": jax.devices()[0].device_kind,
         "platform": " ".join(jax.devices()[0].client.platform_version.split()),
         "jax": jax.__version__,
-        **{name: _version(name) for name in ("jaxlib", "torch", "triton")},
+        **{name: _version(name) for name in ("jaxlib", "torch", "triton", "transformers")},
         "cudnn": cudnn[0] if cudnn else None,
         "python": platform.python_version(),
     }
@@ -47,7 +57,7 @@ def write(records: Iterable[dict[str, Any]], file: Path | None) -> None:
             raise ValueError(f"--out={file.parent}: {error.strerror}; accepted is a folder that can be written") from error
         read(file)
     for record in records:
-        line = json.dumps(record | peak_memory() | common)
+        line = json.dumps(peak_memory() | record | common)
         print(line, flush=True)
         if file is not None:
             with file.open("a", encoding="utf-8") as out:
@@ -55,7 +65,8 @@ def write(records: Iterable[dict[str, Any]], file: Path | None) -> None:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The file's records that hold a time; of those of the same case the last. Raises ValueError for lines that `write` did not write."""
+    """The file's records without those that hold a `reason` for not having run; of those of the same case the last. Raises ValueError
+    for lines that `write` did not write."""
     records = []
     for number, line in enumerate(file.read_bytes().splitlines(), start=1):
         try:
@@ -67,7 +78,7 @@ def read(file: Path) -> list[dict[str, Any]]:
         if not complete:
             raise ValueError(f"{file}, line {number}: not a whole line of a benchmark; remove it to go on with this file")
         records.append(record)
-    return list({tuple(r.get(key) for key in _CASE): r for r in records if "median_ms" in r}.values())
+    return list({tuple(r.get(key) for key in (*_CASE, *_MODEL_CASE)): r for r in records if "reason" not in r}.values())
 
 
 def plot(file: Path) -> Path | None:
@@ -120,7 +131,10 @@ def plot(file: Path) -> Path | None:
 def table(file: Path) -> Path | None:
     """Writes what `attention`, `dispatch` and `backward` measured as a Markdown table beside `file`: a row for each length and share, a
     column for each implementation: median milliseconds, and in brackets how many times ours that is, or for ours itself the share of
-    the ideal, which is our dense time times the share of visited pairs. None where there is nothing to write."""
+    the ideal, which is our dense time times the share of visited pairs. `prefill`, `decode` and `memory`: a row for each record. None
+    where there is nothing to write."""
+    if columns := _COLUMNS.get(file.stem):
+        return _listing(file, columns)
     records = [r for r in read(file) if "sparse_share" in r]
     records = [r for r in records if all(r[key] == records[-1][key] for key in _SETTING)]
     if not records:
@@ -141,6 +155,21 @@ def table(file: Path) -> Path | None:
                 text += f" ({100 * dense['median_ms'] * record['visited_share'] / record['median_ms']:.0f} %)"
             texts.append(text)
         lines.append(f"| {row[0]} | {row[1]:,} | {row[2]:g} | " + " | ".join(texts) + " |")
+    path = file.with_suffix(".md")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def _listing(file: Path, columns: Sequence[str]) -> Path | None:
+    records = read(file)
+    records = [r for r in records if all(r.get(key) == records[-1].get(key) for key in _MODEL_SETTING)]
+    if not records:
+        return None
+    setting = ", ".join(f"{key} {records[-1].get(key)}" for key in (*_MODEL_SETTING, *_VERSIONS, "transformers"))
+    lines = [setting, "", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    text = lambda value: "" if value is None else f"{value:,}" if type(value) in (int, float) else str(value)
+    records.sort(key=lambda r: (r["model"], r["tokens"], r["batch"]))  # within these as they were measured
+    lines += ["| " + " | ".join(text(r.get(key)) for key in columns) + " |" for r in records]
     path = file.with_suffix(".md")
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
