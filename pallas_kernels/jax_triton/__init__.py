@@ -1,9 +1,9 @@
-"""Mixed-head attention in Triton's own language, called through jax-triton: the path that JAX names for the time when Pallas has no
-Triton backend any more.
+"""Mixed-head attention in Triton's own language, called through jax-triton: faster than through Pallas, and the path that JAX names for
+the time when Pallas has no Triton backend any more.
 
 The kernels do the same as those of `pallas_kernels.triton`: they walk the tables of `pallas_kernels.visits`, a tile never exceeds a
 plan's block, and the diagonal block, the only one that needs a mask by element, is peeled off the loops. Importing this package imports
-triton, a call jax_triton; requirements.txt leaves out both, so `api` imports the package when it is asked for.
+triton, a call jax_triton; requirements.txt leaves out both, so `api` imports the package when it is used.
 """
 
 from __future__ import annotations
