@@ -1,4 +1,4 @@
-"""The public entry of the attention kernels: checks, padding, choice of implementation, gradient.
+"""The public entry of the attention kernels: checks, choice of implementation, gradient.
 
 Axis letters: B batch, T query length, S key length, N query heads, K KV heads, H head dim, Q/J query/key blocks.
 """
@@ -18,42 +18,29 @@ from jax.ad_checkpoint import checkpoint_name
 
 from elastic_jax.plan import HeadPlan
 from pallas_kernels import device, reference, xla
+from pallas_kernels.call import Call, Padding
 from pallas_kernels.checks import check, check_backward
 
 Implementation = Literal["reference", "xla", "triton", "mosaic", "jax_triton"]
 
 
 class _Kernel(Protocol):
-    """What an implementation offers. It may assume: T and S are whole blocks and the queries the last of them, `plan.mode` is i8[B, J, K],
-    bitmaps are u32[B, K or N, J, W], `lengths` is i32[B] <= S, `first_block` is i32[B, J], and all other arrays are zero beyond `lengths`.
-    """
+    """What an implementation offers. All arrays are as `Call` says."""
 
-    def forward(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, plan: HeadPlan, lengths: jax.Array, first_block: jax.Array, *, scale: float
-    ) -> tuple[jax.Array, jax.Array]:
+    def forward(self, call: Call) -> tuple[jax.Array, jax.Array]:
         """(out [B, T, N, H] in q's dtype, lse f32[B, T, N])."""
         ...
 
-    def backward(
-        self,
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        out: jax.Array,
-        lse: jax.Array,
-        d_out: jax.Array,
-        plan: HeadPlan,
-        lengths: jax.Array,
-        first_block: jax.Array,
-        *,
-        scale: float,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def backward(self, call: Call, out: jax.Array, lse: jax.Array, d_out: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(dq, dk, dv) in the dtypes of q, k, v."""
         ...
 
 
 _KERNELS = {"reference": cast(_Kernel, reference), "xla": cast(_Kernel, xla)}
 _HEAD_DIMS = (64, 128)  # of triton, mosaic and jax_triton
+# Measured on an H200 (docs/performance.md): jax_triton is 1.1 to 1.2 times as fast as triton, forward and backward, mosaic 1.2 to 1.3
+# times as fast as that.
+_BEST_FIRST = ("mosaic", "jax_triton", "triton", "xla")
 
 
 def mixed_head_attention(
@@ -81,10 +68,10 @@ def mixed_head_attention(
       lengths: i32[B], valid positions of each entry. What lies beyond is padding and may hold anything, NaN included. None: S.
       first_block: i32[B, J], the block where each block's document begins, never decreasing along J. None: one document per entry.
       scale: factor of the scores, None: H ** -0.5.
-      implementation: None is the best for the device and the call: on CUDA GPUs "mosaic" where it can, else "triton" where it can; "xla"
-        in all other cases. "mosaic" needs compute capability 9.0 (Hopper), jax 0.11, 16-bit inputs, H up to 128 and blocks of 128;
-        "triton" needs compute capability 8.0 (Ampere) or newer and H up to 128; "jax_triton", which None never picks, the same and the
-        packages of requirements-triton.txt.
+      implementation: None is the best for the device and the call: on CUDA GPUs the first that can of "mosaic", "jax_triton" and
+        "triton"; "xla" in all other cases. "mosaic" needs compute capability 9.0 (Hopper), jax 0.11, 16-bit inputs, H up to 128 and
+        blocks of 128; "triton" needs compute capability 8.0 (Ampere) or newer and H up to 128; "jax_triton" the same and the packages of
+        requirements-triton.txt.
 
     Returns:
       (out [B, T, N, H] in q's dtype, lse f32[B, T, N]); rows that see no key, such as padding, hold 0 and -inf.
@@ -94,8 +81,9 @@ def mixed_head_attention(
         lengths and of first_block are checked where they are known, which under jit they are not: lengths above S then count as S.
       NotImplementedError: the implementation asked for cannot run the call on this device or with this JAX; the text says why.
     """
-    check(q, k, v, plan, lengths, first_block, scale)
-    return _attend(_static(q, plan, scale, implementation), q, k, v, plan, lengths, first_block)
+    inputs = (q, k, v, plan, lengths, first_block)
+    check(*inputs, scale)
+    return _attend(_static(q, plan, scale, implementation), *inputs)
 
 
 def mixed_head_attention_backward(
@@ -117,31 +105,38 @@ def mixed_head_attention_backward(
     `out` and `lse` are what the forward pass returned for this plan, row by row: they may be selected from passes with other plans.
     `d_out` is out's cotangent. Everything else, and what is raised, as in `mixed_head_attention`.
     """
-    check(q, k, v, plan, lengths, first_block, scale)
+    inputs = (q, k, v, plan, lengths, first_block)
+    check(*inputs, scale)
     check_backward(q, out, lse, d_out)
-    return _backward(_static(q, plan, scale, implementation), q, k, v, out, lse, d_out, plan, lengths, first_block)
+    return _backward(_static(q, plan, scale, implementation), inputs, out, lse, d_out)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    scale: float
     implementation: str
+    scale: float
+    head_dim: int  # that the implementation computes with
 
 
 def _static(q: jax.Array, plan: HeadPlan, scale: float | None, implementation: Implementation | None) -> _Static:
     if implementation not in (None, *get_args(Implementation)):
         raise ValueError(f"implementation={implementation!r}: accepted are None, {', '.join(get_args(Implementation))}")
-    name = implementation or next(name for name in ("mosaic", "triton", "xla") if _obstacle(name, q, plan) is None)
+    name = implementation or next(name for name in _BEST_FIRST if _obstacle(name, q, plan) is None)
     if (obstacle := _obstacle(name, q, plan)) is not None:
         usable = [n for n in get_args(Implementation) if _obstacle(n, q, plan) is None]
         raise NotImplementedError(f"implementation={name!r} needs {obstacle}; accepted for this call are None, {', '.join(usable)}")
     _log_choice(name, device.platform())
-    return _Static(scale=q.shape[-1] ** -0.5 if scale is None else float(scale), implementation=name)
+    dim = q.shape[-1]
+    return _Static(
+        implementation=name,
+        scale=dim**-0.5 if scale is None else float(scale),
+        head_dim=dim if name in _KERNELS else next(d for d in _HEAD_DIMS if d >= dim),
+    )
 
 
 def _obstacle(name: str, q: jax.Array, plan: HeadPlan) -> str | None:
     """What keeps an implementation from doing a call, with the value that is in the way; None where nothing does."""
-    if name in ("reference", "xla"):
+    if name in _KERNELS:
         return None
     if (obstacle := device.cuda_obstacle()) is not None:
         return obstacle
@@ -176,84 +171,33 @@ def _log_choice(implementation: str, backend: str) -> None:
     logging.getLogger(__name__).info("mixed_head_attention runs the %s implementation on %s", implementation, backend)
 
 
+# inputs: q, k, v, plan, lengths, first_block as the caller gave them, so that no padded copies are kept for the backward pass.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(static: _Static, q: Any, k: Any, v: Any, plan: HeadPlan, lengths: Any, first_block: Any) -> tuple[jax.Array, jax.Array]:
-    return _forward(static, q, k, v, plan, lengths, first_block)
+def _attend(static: _Static, *inputs: Any) -> tuple[jax.Array, jax.Array]:
+    return _forward(static, inputs)
 
 
-def _attend_fwd(static: _Static, q: Any, k: Any, v: Any, plan: HeadPlan, lengths: Any, first_block: Any) -> tuple[Any, Any]:
-    out, lse = _forward(static, q, k, v, plan, lengths, first_block)
+def _attend_fwd(static: _Static, *inputs: Any) -> tuple[Any, Any]:
+    out, lse = _forward(static, inputs)
     out, lse = checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
-    return (out, lse), (q, k, v, out, lse, plan, lengths, first_block)
+    return (out, lse), (inputs, out, lse)
 
 
 def _attend_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    q, k, v, out, lse, plan, lengths, first_block = residuals
-    dq, dk, dv = _backward(static, q, k, v, out, lse, cotangents[0], plan, lengths, first_block)
-    return dq, dk, dv, None, None, None
+    inputs, out, lse = residuals
+    return *_backward(static, inputs, out, lse, cotangents[0]), None, None, None
 
 
 _attend.defvjp(_attend_fwd, _attend_bwd)
 
 
-def _forward(static: _Static, q: Any, k: Any, v: Any, plan: HeadPlan, lengths: Any, first_block: Any) -> tuple[jax.Array, jax.Array]:
-    pad, dim = _Padding(q, k, plan, lengths), q.shape[-1]
-    q, k, v = (_widen(static, x) for x in (q, k, v))
-    out, lse = _kernel(static).forward(pad.queries(q), pad.keys(k), pad.keys(v), *pad.tables(plan, first_block), scale=static.scale)
-    return pad.unpad_queries(out)[..., :dim], pad.unpad_queries(lse)
+def _forward(static: _Static, inputs: Any) -> tuple[jax.Array, jax.Array]:
+    padding = Padding(*inputs, scale=static.scale, head_dim=static.head_dim)
+    out, lse = _kernel(static).forward(padding.call)
+    return padding.cut_queries(out), padding.cut_queries(lse)
 
 
-def _backward(
-    static: _Static, q: Any, k: Any, v: Any, out: Any, lse: Any, d_out: Any, plan: HeadPlan, lengths: Any, first_block: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    pad, dim = _Padding(q, k, plan, lengths), q.shape[-1]
-    q, k, v, out, d_out = (_widen(static, x) for x in (q, k, v, out, d_out))
-    dq, dk, dv = _kernel(static).backward(
-        *(pad.queries(q), pad.keys(k), pad.keys(v), pad.queries(out), pad.queries(lse), pad.queries(d_out)),
-        *pad.tables(plan, first_block),
-        scale=static.scale,
-    )
-    return pad.unpad_queries(dq)[..., :dim], dk[:, : k.shape[1], :, :dim], dv[:, : k.shape[1], :, :dim]
-
-
-def _widen(static: _Static, x: jax.Array) -> jax.Array:
-    """Zeros up to the next head dim that the kernel has: they add nothing to products, and their own results are cut off."""
-    if static.implementation in ("reference", "xla"):
-        return x
-    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, next(dim for dim in _HEAD_DIMS if dim >= x.shape[-1]) - x.shape[-1])))
-
-
-class _Padding:
-    """Brings arguments to what a `_Kernel` may assume. Tokens beyond `lengths` become zeros: a probability of 0 times NaN is NaN."""
-
-    def __init__(self, q: jax.Array, k: jax.Array, plan: HeadPlan, lengths: jax.Array | None):
-        self.batch, self.num_queries = q.shape[:2]
-        self.num_keys = k.shape[1]
-        self.lengths = None if lengths is None else jnp.minimum(lengths, self.num_keys).astype(jnp.int32)
-        self.back = -self.num_keys % plan.block_size
-        self.front = (self.num_keys - self.num_queries) % plan.block_size  # so that queries start on a block as well
-
-    def queries(self, x: jax.Array) -> jax.Array:
-        return self._pad(x, self.num_keys - self.num_queries, self.front)
-
-    def keys(self, x: jax.Array) -> jax.Array:
-        return self._pad(x, 0, 0)
-
-    def unpad_queries(self, x: jax.Array) -> jax.Array:
-        return x[:, self.front : self.front + self.num_queries]
-
-    def tables(self, plan: HeadPlan, first_block: jax.Array | None) -> tuple[HeadPlan, jax.Array, jax.Array]:
-        num_blocks = (self.num_keys + self.back) // plan.block_size
-        mode = plan.mode[:, None] if plan.mode.ndim == 2 else plan.mode
-        mode = jnp.broadcast_to(mode, (self.batch, num_blocks, mode.shape[-1])).astype(jnp.int8)
-        lengths = jnp.full((self.batch,), self.num_keys, jnp.int32) if self.lengths is None else self.lengths
-        first = jnp.zeros((self.batch, num_blocks), jnp.int32) if first_block is None else jnp.asarray(first_block, jnp.int32)
-        return dataclasses.replace(plan, mode=mode), lengths, first
-
-    def _pad(self, x: jax.Array, offset: int, front: int) -> jax.Array:
-        if self.lengths is not None:
-            valid = offset + jnp.arange(x.shape[1]) < self.lengths[:, None]
-            x = jnp.where(valid.reshape(valid.shape + (1,) * (x.ndim - 2)), x, 0)
-        if front or self.back:
-            x = jnp.pad(x, [(0, 0), (front, self.back)] + [(0, 0)] * (x.ndim - 2))
-        return x
+def _backward(static: _Static, inputs: Any, out: Any, lse: Any, d_out: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    padding = Padding(*inputs, scale=static.scale, head_dim=static.head_dim)
+    dq, dk, dv = _kernel(static).backward(padding.call, *(padding.pad_queries(x) for x in (out, lse, d_out)))
+    return padding.cut_queries(dq), padding.cut_keys(dk), padding.cut_keys(dv)

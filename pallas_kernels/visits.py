@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from elastic_jax.config import HeadMode
-from elastic_jax.plan import BlockMask, HeadPlan
+from elastic_jax.plan import BlockMask
+from pallas_kernels.call import Call
 
 
 @jax.tree_util.register_dataclass
@@ -41,16 +42,16 @@ class Visits:
     words: Any = None
 
 
-def query_visits(plan: HeadPlan, lengths: jax.Array, first_block: jax.Array, num_query_blocks: int) -> Visits:
-    """The key blocks of each query block. Arguments as `api` hands them to a kernel; rows that lie beyond `lengths` walk nothing."""
-    blocks = first_block.shape[1]
-    row = jnp.arange(blocks - num_query_blocks, blocks)
-    mode, first = plan.mode[:, row].swapaxes(1, 2), first_block[:, None, row]  # [B, K, Q], [B, 1, Q]
+def query_visits(call: Call) -> Visits:
+    """The key blocks of each query block. Rows that lie beyond `lengths` walk nothing."""
+    plan, blocks = call.plan, call.first_block.shape[1]
+    row = jnp.arange(blocks - call.q.shape[1] // plan.block_size, blocks)
+    mode, first = plan.mode[:, row].swapaxes(1, 2), call.first_block[:, None, row]  # [B, K, Q], [B, 1, Q]
     streaming = mode == HeadMode.STREAMING
     sink_end = jnp.minimum(first + plan.sink_blocks, row + 1)
     second = jnp.where(streaming, jnp.maximum(sink_end, row - plan.local_blocks + 1), first)
     length = jnp.where(streaming, sink_end - first, 0)
-    inside = row * plan.block_size < lengths[:, None, None]
+    inside = row * plan.block_size < call.lengths[:, None, None]
     count = jnp.where(inside, length + row + 1 - second, 0)
     bitmap = None
     if plan.blocks is not None:
@@ -58,14 +59,15 @@ def query_visits(plan: HeadPlan, lengths: jax.Array, first_block: jax.Array, num
     return _visits(mode, row, first, length, second, count, bitmap)
 
 
-def key_visits(plan: HeadPlan, lengths: jax.Array, first_block: jax.Array, num_query_blocks: int) -> Visits:
-    """The query blocks of each key block, counted from the first query block. Arguments as in `query_visits`."""
-    blocks = first_block.shape[1]
+def key_visits(call: Call) -> Visits:
+    """The query blocks of each key block, counted from the first query block."""
+    plan, first_block, blocks = call.plan, call.first_block, call.first_block.shape[1]
+    num_query_blocks = call.q.shape[1] // plan.block_size
     offset = blocks - num_query_blocks
     key = jnp.arange(blocks)
     mode, first = plan.mode.swapaxes(1, 2), first_block[:, None]  # [B, K, J], [B, 1, J]: the queries of a key have its document's mode
     end = jnp.sum(first_block[:, None, :] <= key[:, None], axis=-1)[:, None] - 1  # last block of the document
-    end = jnp.minimum(end, (lengths[:, None, None] - 1) // plan.block_size) - offset
+    end = jnp.minimum(end, (call.lengths[:, None, None] - 1) // plan.block_size) - offset
     start = jnp.broadcast_to(jnp.maximum(key - offset, 0), end.shape)
     local = (mode == HeadMode.STREAMING) & (key >= first + plan.sink_blocks)
     last = jnp.where(local, jnp.minimum(end, key + plan.local_blocks - 1 - offset), end)

@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from elastic_jax.plan import BlockMask, HeadPlan, see_blocks
+from elastic_jax.plan import BlockMask, see_blocks
 from pallas_kernels import device
+from pallas_kernels.call import Call
 
 # Tokens of a tile. CPU: of 128, 256 and 512, 256 was the fastest forward + backward, full and streaming (2 EPYC cores, 8K tokens, 9/3
 # heads, H=64, float32); forward alone full heads were 1.3 times faster with 512. Elsewhere a step is several kernel launches, so steps
@@ -50,7 +51,8 @@ class _Tiling:
     dtype: Any
 
     @classmethod
-    def of(cls, q: jax.Array, k: jax.Array, plan: HeadPlan) -> _Tiling:
+    def of(cls, call: Call) -> _Tiling:
+        q, k, plan = call.q, call.k, call.plan
         # A CPU multiplies float32 as fast as bfloat16 and walks heads one by one, each with its own tiles. Elsewhere the operands stay
         # narrow for the tensor cores, and all KV heads of an entry share a step.
         cpu = device.platform() == "cpu"
@@ -99,10 +101,8 @@ class _Visits(NamedTuple):
     mask: Callable[[jax.Array, jax.Array], jax.Array]
 
 
-def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, plan: HeadPlan, lengths: jax.Array, first_block: jax.Array, *, scale: float
-) -> tuple[jax.Array, jax.Array]:
-    t = _Tiling.of(q, k, plan)
+def forward(call: Call) -> tuple[jax.Array, jax.Array]:
+    t = _Tiling.of(call)
 
     def attend_unit(inputs):
         unit, queries = inputs
@@ -114,7 +114,7 @@ def forward(
             def step(i, carry):
                 peak, total, acc = carry
                 c = visits.order[i]
-                scores = visits.mask(t.dot("urH,ucH->urc", query, t.key_tile(unit.k, c)) * scale, c)
+                scores = visits.mask(t.dot("urH,ucH->urc", query, t.key_tile(unit.k, c)) * call.scale, c)
                 new_peak = jnp.maximum(peak, scores.max(-1))
                 shift = _finite(new_peak)
                 p = jnp.exp(scores - shift[..., None])
@@ -127,28 +127,17 @@ def forward(
             peak, total, acc = jax.lax.fori_loop(0, visits.num, step, start)
             seen = total != 0  # NaN stays NaN
             total = jnp.where(seen, total, 1.0)
-            return None, ((acc / total[..., None]).astype(q.dtype), jnp.where(seen, peak + jnp.log(total), -jnp.inf))
+            return None, ((acc / total[..., None]).astype(call.q.dtype), jnp.where(seen, peak + jnp.log(total), -jnp.inf))
 
         return jax.lax.scan(attend_tile, None, (jnp.arange(queries.shape[0]), queries))[1]
 
-    out, lse = jax.lax.map(attend_unit, (_units(k, v, plan, lengths, first_block, t), _to_tiles(q.astype(t.dtype), t)))
-    return _from_tiles(out, t, q.shape[0]), _from_tiles(lse, t, q.shape[0])
+    out, lse = jax.lax.map(attend_unit, (_units(call, t), _to_tiles(call.q.astype(t.dtype), t)))
+    return _from_tiles(out, t, call.q.shape[0]), _from_tiles(lse, t, call.q.shape[0])
 
 
-def backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    d_out: jax.Array,
-    plan: HeadPlan,
-    lengths: jax.Array,
-    first_block: jax.Array,
-    *,
-    scale: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    t = _Tiling.of(q, k, plan)
+def backward(call: Call, out: jax.Array, lse: jax.Array, d_out: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    q, k, v, scale = call.q, call.k, call.v, call.scale
+    t = _Tiling.of(call)
 
     def unit_gradients(inputs):
         unit, tiles = inputs
@@ -180,7 +169,7 @@ def backward(
         return dq, dk.astype(k.dtype), dv.astype(v.dtype)
 
     tiles = tuple(_to_tiles(x, t) for x in (q.astype(t.dtype), out, lse, d_out))
-    dq, dk, dv = jax.lax.map(unit_gradients, (_units(k, v, plan, lengths, first_block, t), tiles))
+    dq, dk, dv = jax.lax.map(unit_gradients, (_units(call, t), tiles))
     return _from_tiles(dq, t, q.shape[0]), _from_units(dk, k.shape), _from_units(dv, v.shape)
 
 
@@ -213,8 +202,8 @@ def _visits(unit: _Unit, index: jax.Array, t: _Tiling) -> _Visits:
     return _Visits(jnp.nonzero(visited, size=num_tiles)[0], jnp.sum(visited, dtype=jnp.int32), mask)
 
 
-def _units(k: jax.Array, v: jax.Array, plan: HeadPlan, lengths: jax.Array, first_block: jax.Array, t: _Tiling) -> _Unit:
-    batch, length, kv_heads, dim = k.shape
+def _units(call: Call, t: _Tiling) -> _Unit:
+    batch, length, kv_heads, dim = call.k.shape
     per_entry = kv_heads // t.heads
     pad = -length % t.cols
 
@@ -223,18 +212,18 @@ def _units(k: jax.Array, v: jax.Array, plan: HeadPlan, lengths: jax.Array, first
         return x.reshape(batch * per_entry, t.heads, length + pad, dim)
 
     words = None
-    if plan.blocks is not None:
-        words = plan.blocks.bitmap  # u32[B, K or N, J, W]
+    if call.plan.blocks is not None:
+        words = call.plan.blocks.bitmap  # u32[B, K or N, J, W]
         more = -(-(length + pad) // (t.block * BlockMask.WORD)) - words.shape[-1]
         words = jnp.pad(words, ((0, 0), (0, 0), (0, 0), (0, more)))
         words = words.reshape(batch * per_entry, t.heads, -1, *words.shape[2:])
     return _Unit(
-        k=split(k),
-        v=split(v),
-        mode=plan.mode.swapaxes(1, 2).reshape(batch * per_entry, t.heads, 1, -1),
+        k=split(call.k),
+        v=split(call.v),
+        mode=call.plan.mode.swapaxes(1, 2).reshape(batch * per_entry, t.heads, 1, -1),
         words=words,
-        first=jnp.repeat(first_block, per_entry, axis=0),
-        length=jnp.repeat(lengths, per_entry),
+        first=jnp.repeat(call.first_block, per_entry, axis=0),
+        length=jnp.repeat(call.lengths, per_entry),
     )
 
 

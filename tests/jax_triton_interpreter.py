@@ -53,7 +53,7 @@ class _Pointer:
 
 
 def interpreted(kernel, arrays, outputs, *, programs, config, static):
-    """As `pallas_kernels.jax_triton._call`. Outputs begin full of NaN, so what a kernel leaves out shows."""
+    """As `pallas_kernels.jax_triton._launch`. Outputs begin full of NaN, so what a kernel leaves out shows."""
 
     def launch(*arrays):
         arrays = [np.array(x) for x in arrays]
@@ -82,7 +82,7 @@ def main(output: str) -> None:
     from pallas_kernels import jax_triton
 
     read_scalars_as_integers()
-    jax_triton._call = interpreted
+    jax_triton._launch = interpreted
     api._obstacle = lambda *_: None
     choose, results = jax_triton.configs.choose, {}
     for name, (case, tiles) in CASES.items():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.machinery
 import logging
 import sys
 import types
@@ -104,20 +105,27 @@ def test_says_what_an_implementation_needs(name, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("capability", "changes", "best"),
+    ("capability", "changes", "best", "without_jax_triton"),
     [
-        ((9, 0), {**HALF, **plan(block_size=128)}, "mosaic"),
-        ((9, 0), {**HALF, **plan(block_size=64)}, "triton"),
-        ((8, 0), {**HALF, **plan(block_size=128)}, "triton"),
-        ((10, 0), {**HALF, **plan(block_size=128)}, "triton"),
-        ((9, 0), {"q": jnp.zeros((1, 64, 2, 136))}, "xla"),
-        ((7, 5), {}, "xla"),
+        ((9, 0), {**HALF, **plan(block_size=128)}, "mosaic", "mosaic"),
+        ((9, 0), {**HALF, **plan(block_size=64)}, "jax_triton", "triton"),
+        ((8, 0), {**HALF, **plan(block_size=128)}, "jax_triton", "triton"),
+        ((10, 0), {**HALF, **plan(block_size=128)}, "jax_triton", "triton"),
+        ((9, 0), {"q": jnp.zeros((1, 64, 2, 136))}, "xla", "xla"),
+        ((7, 5), {}, "xla", "xla"),
     ],
 )
-def test_none_is_the_best_for_device_and_call(capability, changes, best, monkeypatch):
+def test_none_is_the_best_for_device_and_call(capability, changes, best, without_jax_triton, monkeypatch):
     on_a_gpu(monkeypatch, capability)
     arguments = {"q": X.q, "plan": X.plan, **changes}
-    assert api._static(arguments["q"], arguments["plan"], None, None).implementation == best
+    choice = lambda: api._static(arguments["q"], arguments["plan"], None, None).implementation
+    for package in ("jax_triton", "triton"):
+        module = types.ModuleType(package)
+        module.__spec__ = importlib.machinery.ModuleSpec(package, None)
+        monkeypatch.setitem(sys.modules, package, module)
+    assert choice() == best
+    monkeypatch.setitem(sys.modules, "jax_triton", None)
+    assert choice() == without_jax_triton
 
 
 def test_backward_checks_what_the_forward_returned():

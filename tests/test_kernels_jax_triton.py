@@ -42,11 +42,11 @@ def test_interpreted_agrees_with_the_reference(name, interpreted):
     assert_agrees([interpreted[f"{name}/{result}"] for result in NAMES], inputs(case), case)
 
 
-def forward_and_backward(q, k, plan, lengths, first_block):
+def forward_and_backward(call):
     from pallas_kernels import jax_triton
 
-    out, lse = jax_triton.forward(q, k, k, plan, lengths, first_block, scale=0.1)
-    return jax_triton.backward(q, k, k, out, lse, out, plan, lengths, first_block, scale=0.1)
+    out, lse = jax_triton.forward(call)
+    return jax_triton.backward(call, out, lse, out)
 
 
 @pytest.fixture
@@ -68,10 +68,10 @@ def launches(monkeypatch):
 
     def trace(shape):
         found.clear()
-        jax.eval_shape(lambda *arrays: forward_and_backward(*arrays), *shape.arrays())  # new, so that it is traced again
+        jax.eval_shape(lambda call: forward_and_backward(call), shape.call())  # new, so that it is traced again
         return list(found)
 
-    monkeypatch.setattr(jax_triton, "_call", keep)
+    monkeypatch.setattr(jax_triton, "_launch", keep)
     return trace
 
 
@@ -127,7 +127,7 @@ def test_more_stages_take_more_shared_memory(launches, monkeypatch):
 @pytest.mark.parametrize("shape", [s for s in SHAPES if (s.dtype, s.block) != ("float32", 32) or s.head_dim == 64], ids=repr)
 def test_lowers_for_cuda(shape, capability):
     pytest.importorskip("jax_triton", reason="needs jax-triton and the package jax-cuda13-plugin (or 12)", exc_type=ImportError)
-    lowered = jax.jit(forward_and_backward).trace(*shape.arrays()).lower(lowering_platforms=("cuda",))
+    lowered = jax.jit(forward_and_backward).trace(shape.call()).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("stablehlo.custom_call @triton_kernel_call") == 3
 
 

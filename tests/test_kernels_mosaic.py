@@ -9,6 +9,7 @@ import pytest
 from elastic_jax.config import HeadMode
 from elastic_jax.plan import BlockMask, HeadPlan
 from pallas_kernels import api
+from pallas_kernels.call import Call
 from tests.kernel_cases import (
     WITHOUT_BITMAP,
     Case,
@@ -124,13 +125,13 @@ def test_lowers_for_cuda_without_a_gpu(shape, bitmap):
     mode = array((1, blocks, shape.kv_heads), jnp.int8)
     plan = HeadPlan(mode=mode, blocks=mask, sink_blocks=1, local_blocks=16, block_size=128)
 
-    def both(q, k, v, d_out, *statics):
-        out, lse = mosaic.forward(q, k, v, *statics, scale=0.1)
-        return mosaic.backward(q, k, v, out, lse, d_out, *statics, scale=0.1)
+    call = Call(q=q, k=k, v=k, plan=plan, lengths=array((1,), jnp.int32), first_block=array((1, blocks), jnp.int32), scale=0.1)
 
-    lowered = (
-        jax.jit(both).trace(q, k, k, q, plan, array((1,), jnp.int32), array((1, blocks), jnp.int32)).lower(lowering_platforms=("cuda",))
-    )
+    def both(call):
+        out, lse = mosaic.forward(call)
+        return mosaic.backward(call, out, lse, call.q)
+
+    lowered = jax.jit(both).trace(call).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("stablehlo.custom_call @mosaic_gpu") == 3
 
 

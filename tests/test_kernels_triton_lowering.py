@@ -14,6 +14,7 @@ import pytest
 
 from elastic_jax.plan import BlockMask, HeadPlan
 from pallas_kernels import device, triton
+from pallas_kernels.call import Call
 from pallas_kernels.triton import _compat, configs
 from tests.gpu_lowering import A100, AMPERE_SHARED, H200, HOPPER_SHARED, lower_cuda, resources, triton_modules
 
@@ -30,8 +31,8 @@ class Shape:
     heads: int = 8
     kv_heads: int = 2
 
-    def arrays(self):
-        """(q, k, plan, lengths, first_block) without data."""
+    def call(self):
+        """Without data."""
         array, blocks = jax.ShapeDtypeStruct, self.tokens // self.block
         q, k = (array((1, self.tokens, heads, self.head_dim), jnp.dtype(self.dtype)) for heads in (self.heads, self.kv_heads))
         bitmap = None
@@ -40,7 +41,7 @@ class Shape:
             bitmap = BlockMask(bitmap=array((1, heads, blocks, -(-blocks // 32)), jnp.uint32))
         mode = array((1, blocks, self.kv_heads), jnp.int8)
         plan = HeadPlan(mode=mode, blocks=bitmap, sink_blocks=1, local_blocks=4, block_size=self.block)
-        return q, k, plan, array((1,), jnp.int32), array((1, blocks), jnp.int32)
+        return Call(q=q, k=k, v=k, plan=plan, lengths=array((1,), jnp.int32), first_block=array((1, blocks), jnp.int32), scale=0.1)
 
 
 SHAPES = [
@@ -51,13 +52,10 @@ SHAPES = [
 
 def lower_both(shape, kind):
     """(forward, backward)."""
-    q, k, plan, lengths, first_block = shape.arrays()
-    lse = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
-    forward, backward = (lambda *a, f=f: f(*a, scale=0.1) for f in (triton.forward, triton.backward))
-    return (
-        lower_cuda(forward, q, k, k, plan, lengths, first_block, kind=kind),
-        lower_cuda(backward, q, k, k, q, lse, q, plan, lengths, first_block, kind=kind),
-    )
+    call = shape.call()
+    lse = jax.ShapeDtypeStruct(call.q.shape[:3], jnp.float32)
+    forward, backward = (lambda *a, f=f: f(*a) for f in (triton.forward, triton.backward))  # new, so that they are traced again
+    return lower_cuda(forward, call, kind=kind), lower_cuda(backward, call, call.q, lse, call.q, kind=kind)
 
 
 @pytest.fixture
@@ -86,8 +84,8 @@ def compiled_kernels(monkeypatch):
     def compile_all(shape, kind, target):
         chosen = []
 
-        def keep_choice(kernel, **kwargs):
-            chosen.append((kernel, choose(kernel, **kwargs)))
+        def keep_choice(kernel, call):
+            chosen.append((kernel, choose(kernel, call)))
             return chosen[-1][1]
 
         monkeypatch.setattr(configs, "choose", keep_choice)

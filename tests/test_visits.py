@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_jax.plan import BlockMask, HeadPlan, visible_blocks
+from pallas_kernels.call import Call
 from pallas_kernels.visits import Visits, key_visits, query_visits
 
 BLOCK = 16
@@ -50,10 +51,16 @@ def cases(draw):
     return plan, lengths, jnp.asarray(np.broadcast_to(begins[document], (batch, blocks)), jnp.int32), queries
 
 
+def call_of(plan, lengths, first, queries):
+    """queries: blocks of them."""
+    q = jnp.zeros((first.shape[0], queries * plan.block_size, 1, 1))
+    return Call(q=q, k=None, v=None, plan=plan, lengths=lengths, first_block=first, scale=1.0)
+
+
 @functools.partial(jax.jit, static_argnums=3)
 def tables(plan, lengths, first, queries):
-    visible = visible_blocks(plan, queries, first.shape[1], first)
-    return query_visits(plan, lengths, first, queries), key_visits(plan, lengths, first, queries), visible
+    call = call_of(plan, lengths, first, queries)
+    return query_visits(call), key_visits(call), visible_blocks(plan, queries, first.shape[1], first)
 
 
 @settings(max_examples=40, deadline=None)
@@ -71,5 +78,5 @@ def test_both_sides_agree_with_the_dense_mask(case):
 def test_tables_stay_small_at_256k():
     plan = HeadPlan(mode=jnp.zeros((1, 2048, 8), jnp.int8), sink_blocks=1, local_blocks=16, block_size=128)
     plan = dataclasses.replace(plan, blocks=BlockMask(bitmap=jnp.zeros((1, 8, 2048, 64), jnp.uint32)))
-    shapes = jax.eval_shape(lambda p: query_visits(p, jnp.array([2**18]), jnp.zeros((1, 2048), jnp.int32), 2048), plan)
+    shapes = jax.eval_shape(lambda p: query_visits(call_of(p, jnp.array([2**18]), jnp.zeros((1, 2048), jnp.int32), 2048)), plan)
     assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes)) < 9 * 2**20

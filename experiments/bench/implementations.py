@@ -16,7 +16,7 @@ from experiments.bench.timing import Call, JaxCall, progress, reason
 from pallas_kernels.api import Implementation, mixed_head_attention, mixed_head_attention_backward
 
 # In order of preference: the first that ran is "ours" wherever a rival's time is given in multiples of ours.
-OURS = ("mosaic", "triton", "xla", "reference")
+OURS = ("mosaic", "jax_triton", "triton", "xla", "reference")
 DENSE = ("cudnn_jax", "cudnn_torch", "flash_torch")
 SERIAL = ("serial_cudnn", "serial_flash")
 TORCH = ("cudnn_torch", "flash_torch", "flex_torch", *SERIAL)

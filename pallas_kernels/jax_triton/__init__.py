@@ -1,9 +1,9 @@
-"""Mixed-head attention in Triton's own language, called through jax-triton: the path that JAX names for the time when Pallas has no
-Triton backend any more.
+"""Mixed-head attention in Triton's own language, called through jax-triton: faster than through Pallas, and the path that JAX names for
+the time when Pallas has no Triton backend any more.
 
 The kernels do the same as those of `pallas_kernels.triton`: they walk the tables of `pallas_kernels.visits`, a tile never exceeds a
 plan's block, and the diagonal block, the only one that needs a mask by element, is peeled off the loops. Importing this package imports
-triton, a call jax_triton; requirements.txt leaves out both, so `api` imports the package when it is asked for.
+triton, a call jax_triton; requirements.txt leaves out both, so `api` imports the package when it is used.
 """
 
 from __future__ import annotations
@@ -15,106 +15,84 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from elastic_jax.plan import HeadPlan
 from pallas_kernels import device
-from pallas_kernels.common import LOG2_E, Kernel, TritonConfig, heaviest_first, row_statistics
+from pallas_kernels.call import Call
+from pallas_kernels.common import LOG2_E, TritonConfig, heaviest_first, row_statistics
 from pallas_kernels.jax_triton import configs, kernels
 from pallas_kernels.visits import Visits, key_visits, query_visits
 
 
-def forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, plan: HeadPlan, lengths: jax.Array, first_block: jax.Array, *, scale: float
-) -> tuple[jax.Array, jax.Array]:
+def forward(call: Call) -> tuple[jax.Array, jax.Array]:
     """`api._Kernel.forward`."""
-    batch, queries, heads, _ = q.shape
-    config = _config("forward", q, plan)
-    visits = query_visits(plan, lengths, first_block, queries // plan.block_size)
-    return _call(
+    batch, queries, heads, _ = call.q.shape
+    config, visits = configs.choose("forward", call), query_visits(call)
+    return _launch(
         kernels.forward,
-        (q, k, v, lengths, *_tables(visits, q, k)),
-        (jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)),
+        (call.q, call.k, call.v, call.lengths, *_tables(call, visits)),
+        (jax.ShapeDtypeStruct(call.q.shape, call.q.dtype), jax.ShapeDtypeStruct(call.q.shape[:3], jnp.float32)),
         programs=batch * heads * (queries // config.query_tile),
         config=config,
-        static={"FACTOR": scale * LOG2_E, **_static(q, k, visits, plan)},
+        static={"FACTOR": call.scale * LOG2_E, **_static(call, visits)},
     )
 
 
-def backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    d_out: jax.Array,
-    plan: HeadPlan,
-    lengths: jax.Array,
-    first_block: jax.Array,
-    *,
-    scale: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def backward(call: Call, out: jax.Array, lse: jax.Array, d_out: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`api._Kernel.backward`."""
-    statistics = row_statistics(out, lse, d_out)
-    arrays = (q, k, v, d_out.astype(q.dtype), *statistics)
-    query_blocks = q.shape[1] // plan.block_size
-    (dq,) = query_gradient(*arrays, query_visits(plan, lengths, first_block, query_blocks), plan, scale=scale)
-    return dq, *key_gradients(*arrays, key_visits(plan, lengths, first_block, query_blocks), plan, scale=scale)
+    rows = (d_out.astype(call.q.dtype), *row_statistics(out, lse, d_out))
+    return query_gradient(call, *rows), *key_gradients(call, *rows)
 
 
-def query_gradient(q: Any, k: Any, v: Any, d_out: Any, lse2: Any, delta: Any, visits: Visits, plan: HeadPlan, *, scale: float) -> Any:
-    """(dq [B, T, N, H],). lse2, delta: `row_statistics`. visits: `query_visits` of the plan."""
-    batch, queries, heads, _ = q.shape
-    config = _config("dq", q, plan)
-    return _call(
+def query_gradient(call: Call, d_out: Any, lse2: Any, delta: Any) -> Any:
+    """dq [B, T, N, H]. d_out: in q's dtype. lse2, delta: `row_statistics`."""
+    batch, queries, heads, _ = call.q.shape
+    config, visits = configs.choose("dq", call), query_visits(call)
+    (dq,) = _launch(
         kernels.query_gradient,
-        (q, k, v, d_out, lse2, delta, *_tables(visits, q, k)),
-        (jax.ShapeDtypeStruct(q.shape, q.dtype),),
+        (call.q, call.k, call.v, d_out, lse2, delta, *_tables(call, visits)),
+        (jax.ShapeDtypeStruct(call.q.shape, call.q.dtype),),
         programs=batch * heads * (queries // config.query_tile),
         config=config,
-        static={"SCALE": scale, "FACTOR": scale * LOG2_E, **_static(q, k, visits, plan)},
+        static={"SCALE": call.scale, "FACTOR": call.scale * LOG2_E, **_static(call, visits)},
     )
+    return dq
 
 
-def key_gradients(q: Any, k: Any, v: Any, d_out: Any, lse2: Any, delta: Any, visits: Visits, plan: HeadPlan, *, scale: float) -> Any:
-    """(dk, dv), both [B, S, K, H]. lse2, delta: `row_statistics`. visits: `key_visits` of the plan."""
-    batch, keys, kv_heads, _ = k.shape
-    config = _config("dkv", q, plan)
-    return _call(
+def key_gradients(call: Call, d_out: Any, lse2: Any, delta: Any) -> Any:
+    """(dk, dv), both [B, S, K, H], of arguments as in `query_gradient`."""
+    batch, keys, kv_heads, _ = call.k.shape
+    config, visits = configs.choose("dkv", call), key_visits(call)
+    return _launch(
         kernels.key_gradients,
-        (q, k, v, d_out, lse2, delta, *_tables(visits, q, k)),
-        (jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
+        (call.q, call.k, call.v, d_out, lse2, delta, *_tables(call, visits)),
+        (jax.ShapeDtypeStruct(call.k.shape, call.k.dtype), jax.ShapeDtypeStruct(call.v.shape, call.v.dtype)),
         programs=batch * kv_heads * (keys // config.key_tile),
         config=config,
-        static={"SCALE": scale, "FACTOR": scale * LOG2_E, "BATCH": batch, **_static(q, k, visits, plan)},
+        static={"SCALE": call.scale, "FACTOR": call.scale * LOG2_E, "BATCH": batch, **_static(call, visits)},
     )
 
 
-def _config(kernel: Kernel, q: jax.Array, plan: HeadPlan) -> TritonConfig:
-    capability = device.compute_capability()
-    return configs.choose(kernel, head_dim=q.shape[-1], dtype=q.dtype, block_size=plan.block_size, capability=capability)
-
-
-def _tables(visits: Visits, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _tables(call: Call, visits: Visits) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(order, runs, words); a kernel's parameters are fixed in number, so without words the runs take their place and are not read."""
-    work = visits.runs[..., 3].reshape(q.shape[0] * k.shape[2], -1).sum(1)
+    work = visits.runs[..., 3].reshape(call.q.shape[0] * call.k.shape[2], -1).sum(1)
     return heaviest_first(work), visits.runs, visits.runs if visits.words is None else visits.words
 
 
-def _static(q: jax.Array, k: jax.Array, visits: Visits, plan: HeadPlan) -> dict[str, Any]:
+def _static(call: Call, visits: Visits) -> dict[str, Any]:
     return {
-        "QUERIES": q.shape[1],
-        "KEYS": k.shape[1],
-        "HEADS": q.shape[2],
-        "KV_HEADS": k.shape[2],
-        "DIM": q.shape[3],
+        "QUERIES": call.q.shape[1],
+        "KEYS": call.k.shape[1],
+        "HEADS": call.q.shape[2],
+        "KV_HEADS": call.k.shape[2],
+        "DIM": call.q.shape[3],
         "TABLES": visits.runs.shape[1],
         "WIDTH": 0 if visits.words is None else visits.words.shape[-1],
         "HAS_WORDS": visits.words is not None,
-        "BLOCK": plan.block_size,
-        "PRECISION": "ieee" if q.dtype == jnp.float32 else "tf32",
+        "BLOCK": call.plan.block_size,
+        "PRECISION": "ieee" if call.q.dtype == jnp.float32 else "tf32",
     }
 
 
-def _call(
+def _launch(
     kernel: Any,
     arrays: Sequence[jax.Array],
     outputs: tuple[jax.ShapeDtypeStruct, ...],

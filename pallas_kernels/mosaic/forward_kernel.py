@@ -23,23 +23,25 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.call import Call
 from pallas_kernels.common import LOG2_E, heaviest_first
 from pallas_kernels.mosaic import tiles
 from pallas_kernels.mosaic.tiles import BLOCK, ROWS, WARPGROUPS, Walk, div, over_columns, rem
-from pallas_kernels.visits import Visits
+from pallas_kernels.visits import query_visits
 
 STAGES = 2  # K and V blocks in flight: at H=128 a third does not fit beside Q
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, visits: Visits, lengths: jax.Array, *, scale: float) -> tuple[jax.Array, jax.Array]:
-    """(out [B, T, N, H] in q's dtype, lse f32[B, N, T]) of bfloat16 or float16 arrays, H 64 or 128, by `query_visits`."""
+def attend(call: Call) -> tuple[jax.Array, jax.Array]:
+    """(out [B, T, N, H] in q's dtype, lse f32[B, N, T]) of bfloat16 or float16 arrays."""
+    q, k, visits = call.q, call.k, query_visits(call)
     batch, tokens, heads, dim = q.shape
     kv_heads = k.shape[2]
     blocks, offset = tokens // BLOCK, k.shape[1] - tokens
     tables = visits.runs.shape[1]
     per_table, group = heads // tables, heads // kv_heads
     order = heaviest_first(visits.runs[..., 3].sum(-1).reshape(-1))
-    factor = scale * LOG2_E
+    factor = call.scale * LOG2_E
     has_words = visits.words is not None
     pairs = per_table % 2 == 0  # neighbours below are query heads of one table, which is what makes their walks the same
 
@@ -174,4 +176,4 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, visits: Visits, lengths: ja
             tiles.barriers(2),
         ],
     )
-    return launch(q, k, v, lengths, order, *tiles.tables(visits))
+    return launch(q, k, call.v, call.lengths, order, *tiles.tables(visits))

@@ -14,31 +14,23 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.common import LOG2_E, TritonConfig, heaviest_first
+from pallas_kernels.call import Call
+from pallas_kernels.common import LOG2_E, heaviest_first
+from pallas_kernels.triton import configs
 from pallas_kernels.triton._compat import CompilerParams
 from pallas_kernels.triton.forward_kernel import QueryProgram, dot
 from pallas_kernels.triton.walk import Row
-from pallas_kernels.visits import Visits
+from pallas_kernels.visits import key_visits, query_visits
 
 
-def query_gradient(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    d_out: jax.Array,
-    lse2: jax.Array,
-    delta: jax.Array,
-    visits: Visits,
-    *,
-    scale: float,
-    block_size: int,
-    config: TritonConfig,
-    interpret: bool,
-) -> jax.Array:
-    """dq [B, T, N, H]. `visits` are `query_visits`, their words as i32."""
-    batch, queries, heads, _ = q.shape
-    kv_heads = k.shape[2]
-    kernel = functools.partial(_dq_kernel, scale=scale, block_size=block_size, query_tile=config.query_tile, key_tile=config.key_tile)
+def query_gradient(call: Call, d_out: jax.Array, lse2: jax.Array, delta: jax.Array, interpret: bool) -> jax.Array:
+    """dq [B, T, N, H]; d_out is in q's dtype."""
+    config, visits = configs.choose("dq", call), query_visits(call)
+    batch, queries, heads, _ = call.q.shape
+    kv_heads = call.k.shape[2]
+    kernel = functools.partial(
+        _dq_kernel, scale=call.scale, block_size=call.plan.block_size, query_tile=config.query_tile, key_tile=config.key_tile
+    )
     tables = [
         heaviest_first(visits.runs[..., 3].reshape(batch * kv_heads, -1).sum(1)),
         visits.runs,
@@ -47,11 +39,11 @@ def query_gradient(
     return pl.pallas_call(
         kernel,
         grid=(queries // config.query_tile * (heads // kv_heads), batch * kv_heads),
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_shape=jax.ShapeDtypeStruct(call.q.shape, call.q.dtype),
         compiler_params=CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="mixed_head_attention_dq",
-    )(q, k, v, d_out, lse2, delta, *tables)
+    )(call.q, call.k, call.v, d_out, lse2, delta, *tables)
 
 
 def _dq_kernel(q, k, v, d_out, lse2, delta, order, runs, *rest, scale: float, block_size: int, query_tile: int, key_tile: int):
@@ -77,23 +69,13 @@ def _dq_kernel(q, k, v, d_out, lse2, delta, order, runs, *rest, scale: float, bl
     dq[program.queries] = (acc * scale).astype(dq.dtype)
 
 
-def key_gradients(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    d_out: jax.Array,
-    lse2: jax.Array,
-    delta: jax.Array,
-    visits: Visits,
-    *,
-    scale: float,
-    block_size: int,
-    config: TritonConfig,
-    interpret: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """(dk, dv), both [B, S, K, H]. `visits` are `key_visits`, their words as i32."""
-    batch, keys, kv_heads, _ = k.shape
-    kernel = functools.partial(_dkv_kernel, scale=scale, block_size=block_size, query_tile=config.query_tile, key_tile=config.key_tile)
+def key_gradients(call: Call, d_out: jax.Array, lse2: jax.Array, delta: jax.Array, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """(dk, dv), both [B, S, K, H]; d_out is in q's dtype."""
+    config, visits = configs.choose("dkv", call), key_visits(call)
+    batch, keys, kv_heads, _ = call.k.shape
+    kernel = functools.partial(
+        _dkv_kernel, scale=call.scale, block_size=call.plan.block_size, query_tile=config.query_tile, key_tile=config.key_tile
+    )
     tables = [
         heaviest_first(visits.runs[..., 3].reshape(batch * kv_heads, -1).sum(1)),
         visits.runs,
@@ -104,11 +86,11 @@ def key_gradients(
         # The first keys are seen by the most queries, those of a streaming head's sink by as many as a full head's: they start first,
         # of all heads, or one such program would outlast all others.
         grid=(batch * kv_heads, keys // config.key_tile),
-        out_shape=(jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)),
+        out_shape=(jax.ShapeDtypeStruct(call.k.shape, call.k.dtype), jax.ShapeDtypeStruct(call.v.shape, call.v.dtype)),
         compiler_params=CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="mixed_head_attention_dkv",
-    )(q, k, v, d_out, lse2, delta, *tables)
+    )(call.q, call.k, call.v, d_out, lse2, delta, *tables)
 
 
 def _dkv_kernel(q, k, v, d_out, lse2, delta, order, runs, *rest, scale: float, block_size: int, query_tile: int, key_tile: int):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax.numpy as jnp
 
+from pallas_kernels import device
+from pallas_kernels.call import Call
 from pallas_kernels.common import Kernel, TritonConfig
 
 # What every GPU from Ampere on can run: at most 99 KiB of shared memory, the limit of compute capabilities 8.6, 8.9 and 12.0 (8.0 has
@@ -24,9 +24,10 @@ _SM90 = {
 _BLOCK_64 = {"forward": TritonConfig(64, 64, 4, 3), "dq": TritonConfig(64, 64, 4, 2), "dkv": TritonConfig(64, 64, 8, 2)}
 
 
-def choose(kernel: Kernel, *, head_dim: int, dtype: Any, block_size: int, capability: tuple[int, int] | None) -> TritonConfig:
-    """The configuration of one kernel. head_dim: 64 or 128. capability: such as (9, 0), None where it is unknown."""
-    if dtype == jnp.float32:
+def choose(kernel: Kernel, call: Call) -> TritonConfig:
+    """The configuration of one kernel of a call, on the device that it is traced for."""
+    head_dim, block_size, capability = call.q.shape[-1], call.plan.block_size, device.compute_capability()
+    if call.q.dtype == jnp.float32:
         # Exact float32 products do not run on tensor cores, and operands are twice as large. The accumulators of dk and dv spill with
         # four warps at H=128.
         tile = min(32, block_size)

@@ -9,30 +9,24 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.common import LOG2_E, TritonConfig, heaviest_first
+from pallas_kernels.call import Call
+from pallas_kernels.common import LOG2_E, heaviest_first
+from pallas_kernels.triton import configs
 from pallas_kernels.triton._compat import CompilerParams
 from pallas_kernels.triton.walk import Row
-from pallas_kernels.visits import Visits
+from pallas_kernels.visits import query_visits
 
 
-def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    visits: Visits,
-    lengths: jax.Array,
-    *,
-    scale: float,
-    block_size: int,
-    config: TritonConfig,
-    interpret: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """(out [B, T, N, H], lse f32[B, T, N]). `visits` are `query_visits`, their words as i32."""
-    batch, queries, heads, _ = q.shape
-    kv_heads = k.shape[2]
-    kernel = functools.partial(_kernel, scale=scale, block_size=block_size, query_tile=config.query_tile, key_tile=config.key_tile)
+def attend(call: Call, interpret: bool) -> tuple[jax.Array, jax.Array]:
+    """(out [B, T, N, H], lse f32[B, T, N])."""
+    config, visits = configs.choose("forward", call), query_visits(call)
+    batch, queries, heads, _ = call.q.shape
+    kv_heads = call.k.shape[2]
+    kernel = functools.partial(
+        _kernel, scale=call.scale, block_size=call.plan.block_size, query_tile=config.query_tile, key_tile=config.key_tile
+    )
     tables = [
-        lengths,
+        call.lengths,
         heaviest_first(visits.runs[..., 3].reshape(batch * kv_heads, -1).sum(1)),
         visits.runs,
         *([] if visits.words is None else [visits.words]),
@@ -40,11 +34,11 @@ def attend(
     return pl.pallas_call(
         kernel,
         grid=(queries // config.query_tile * (heads // kv_heads), batch * kv_heads),
-        out_shape=(jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)),
+        out_shape=(jax.ShapeDtypeStruct(call.q.shape, call.q.dtype), jax.ShapeDtypeStruct(call.q.shape[:3], jnp.float32)),
         compiler_params=CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages),
         interpret=interpret,
         name="mixed_head_attention_forward",
-    )(q, k, v, *tables)
+    )(call.q, call.k, call.v, *tables)
 
 
 def _kernel(q, k, v, lengths, order, runs, *rest, scale: float, block_size: int, query_tile: int, key_tile: int):
