@@ -253,7 +253,7 @@ class DecodeCall(_Ours):
 
 def decode(generator: Generator, cache: PagedCache, state: DecodeState, request: Any) -> np.ndarray:
     """The next `STEPS` tokens i32[B, STEPS]."""
-    _, tokens = generate_tokens(generator.model, generator.backbone, cache, state, request.sampling, request.stops, STEPS)
+    _, tokens = generate_tokens(generator.model, generator.backbones, cache, state, request.sampling, request.stops, STEPS)
     return tokens
 
 
@@ -281,7 +281,7 @@ def measure_memory(settings: dict[str, Any], case: Case) -> dict[str, Any]:
     except Exception as error:
         return {"reason": reason(error), "peak_gib": None}
     ours.note(cache, result.is_full)
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(generator.backbone))
+    weights = sum({id(leaf): leaf.nbytes for leaf in jax.tree.leaves(generator.backbones)}.values())  # layers share the embedding
     return ours.notes | {
         "weights_gib": round(weights / 2**30, 3),
         "decoded_tokens": STEPS,
