@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
@@ -157,4 +158,6 @@ def load_router(run: RunDirectory, model: ElasticModel) -> Arrays:
     if wanted != found:
         shapes = lambda tree: ", ".join(sorted({str(shape) for shape in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, tuple))}))
         raise ValueError(f"{run.path} holds routers of another model: arrays of shapes {shapes(found)}; this model's are {shapes(wanted)}")
-    return run.load(like, data_mesh(jax.devices()[:1])).trainable["router"]
+    loaded = run.load(like, data_mesh(jax.devices()[:1])).trainable["router"]
+    # Bound to no mesh, as the backbone is: else every program of the prefill is compiled for arrays of both kinds.
+    return jax.tree.map(jnp.asarray, jax.device_get(loaded))

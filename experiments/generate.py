@@ -1,0 +1,427 @@
+"""Generates text: one prompt, a conversation, or a file of prompts. The router of a training run picks the heads, or --heads does.
+
+python -m experiments.generate --router=runs/smollm2 --prompt="Who wrote this?"
+python -m experiments.generate --model=FOLDER --heads=full --chat
+python -m experiments.generate --router=runs/smollm2 --batch=questions.jsonl --out=answers.jsonl
+
+The text goes to standard output as it comes, everything else to standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import jax
+import numpy as np
+from absl import app, flags, logging
+from tqdm import tqdm
+
+from elastic_jax.checkpoints import RunDirectory, load_router
+from elastic_jax.generate import Completion, Generator, Timings
+from elastic_jax.weights.load import load_stop_tokens, load_tokenizer
+from experiments.common import (
+    MODEL_FLAGS,
+    define_model_flags,
+    errors_in_one_line,
+    load_elastic_model,
+    model_settings,
+    use_compilation_cache,
+)
+
+_INPUTS = ("prompt", "prompt_file", "chat", "batch")
+_SAMPLE = (
+    'a JSON object with "prompt" (a text) or "messages" (a list of {"role", "content"}), and if wanted "id" (a text or whole number) '
+    'and "seed" (a whole number from 0 to 2**32 - 1)'
+)
+_RESULT_BEGINS = b'{"fingerprint": "'
+
+
+def define_generation_flags() -> None:
+    flags.DEFINE_string("router", None, "Folder of a training run: its router, and its model flags where none are given here.")
+    flags.DEFINE_string("heads", None, "Instead of a router's choice: full, sparse, or a .npy or .json file of 0 and 1 [layers][KV heads].")
+    flags.DEFINE_float("logit_bias", 0.0, "Added to every head's logit for full attention: moves the sparsity without retraining.")
+    flags.DEFINE_string("prompt", None, "A text: the user's message, or what is continued with --raw.")
+    flags.DEFINE_string("prompt_file", None, "File with the prompt. Without any input flag it is read from standard input.")
+    flags.DEFINE_boolean("chat", False, "Answer message after message, a line each, until the end of input or /exit.")
+    flags.DEFINE_string("batch", None, f"File of prompts, each line {_SAMPLE}.")
+    flags.DEFINE_string("out", None, "File of --batch's results, a JSON line each, in the order they are done; the same command goes on.")
+    flags.DEFINE_integer("batch_size", 8, "Prompts of --batch that run together.", lower_bound=1)
+    flags.DEFINE_boolean("raw", False, "Continue the prompt as it is: no chat template.")
+    flags.DEFINE_string("system", None, 'System message of prompts and chats; the "messages" of --batch have their own.')
+    flags.DEFINE_boolean("reroute", True, "Choose the heads of a chat anew with each message, which runs the whole chat again.")
+    flags.DEFINE_integer("max_new_tokens", 256, "Most new tokens of an answer.")
+    flags.DEFINE_float("temperature", 0.0, "0 takes the best token; otherwise logits are divided by it.")
+    flags.DEFINE_integer("top_k", 0, "Draw from the k best tokens only (0: all).")
+    flags.DEFINE_float("top_p", 1.0, "Draw from the fewest tokens that hold this probability.")
+    flags.DEFINE_integer("seed", 0, "Of the draws; --batch adds to it the number of a line that has no seed of its own.")
+    flags.DEFINE_multi_string("stop", None, "Token that ends a text, by id or text; repeat for several (default: the model's own).")
+    flags.DEFINE_float("cache_gib", None, "Memory of the cache (default: what the prompts need).")
+
+
+def read_heads(heads: str | None) -> str | np.ndarray | None:
+    """A plan from a file, [L, K]; "full", "sparse" and None stay what they are."""
+    if heads in (None, "full", "sparse"):
+        return heads
+    accepted = "accepted are full, sparse, and a .npy or .json file of 0 and 1 [layers][KV heads]"
+    file = Path(heads)
+    try:
+        if file.suffix == ".npy":
+            plan = np.load(file)
+        elif file.suffix == ".json":
+            plan = np.array(json.loads(file.read_text(encoding="utf-8")))
+        else:
+            raise ValueError("neither of these")
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"--heads={heads}: {accepted} ({error})") from error
+    if plan.ndim != 2 or plan.dtype.kind not in "biuf":
+        raise ValueError(f"--heads={heads}: {accepted}, not an array of shape {plan.shape} and type {plan.dtype}")
+    return plan
+
+
+def _load(values: flags.FlagValues) -> tuple[Generator, dict[str, Any]]:
+    """The generator and the settings that its results depend on."""
+    settings = model_settings()
+    with contextlib.ExitStack() as stack:
+        run = None if values.router is None else stack.enter_context(RunDirectory(values.router))
+        if run is not None:
+            trained = run.settings()
+            # How it is computed is this program's matter; a model that is named here has weights of its own.
+            own = {"dtype", "implementation", *(["weights"] if values["model"].present else [])}
+            inherited = [name for name in MODEL_FLAGS if name not in own and not values[name].present]
+            if missing := [name for name in inherited if name not in trained]:
+                raise ValueError(f"{run.path / 'settings.json'} is damaged: {missing[0]} is missing")
+            settings |= {name: trained[name] for name in inherited}
+        model, backbone, source = load_elastic_model(settings)
+        router = None if run is None else load_router(run, model)
+        settings |= {"router": None if run is None else [str(run.path), run.latest_step]}
+    stop_tokens = load_stop_tokens(source)
+    return Generator(model, backbone, router, load_tokenizer(source), stop_tokens=stop_tokens, cache_gib=values.cache_gib), settings
+
+
+class CompileTime:
+    """When JAX made programs: tracing, lowering, and compiling or reading from the cache. Nested ones count once."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[float, float]] = []
+        jax.monitoring.register_event_time_span_listener(self._take)
+
+    def _take(self, event: str, start_time: float, end_time: float, **_: str | int) -> None:
+        if event.startswith("/jax/core/compile/"):
+            self._spans.append((start_time, end_time))
+
+    def within(self, begin: float, end: float) -> float:
+        """Seconds of it between two values of `time.time()`."""
+        total = 0.0
+        for start, stop in sorted(self._spans):
+            start, stop = max(start, begin), min(stop, end)
+            if stop > start:
+                total, begin = total + stop - start, stop
+        return total
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of the generator: its results, and its seconds with those of compiling apart."""
+
+    completions: Sequence[Completion]
+    timings: Timings
+    prefill: float
+    decode: float
+    compiling: float
+
+
+def measured(compiling: CompileTime, begun: float, completions: Sequence[Completion], timings: Timings) -> Call:
+    """Of a call that began at this value of `time.time()` and has just returned."""
+    ended = time.time()
+    decoding = ended - timings.decode_seconds
+    before, after = compiling.within(begun, decoding), compiling.within(decoding, ended)
+    return Call(
+        completions=completions,
+        timings=timings,
+        prefill=max(timings.prefill_seconds - before, 0.0),
+        decode=max(timings.decode_seconds - after, 0.0),
+        compiling=before + after,
+    )
+
+
+def summary(calls: Sequence[Call]) -> str:
+    """One line. The first new token is the prefill's; MSR and ESR are means; of several calls the largest cache is told."""
+    completions = [completion for call in calls for completion in call.completions]
+    prompt, prefill = sum(completion.prompt_tokens for completion in completions), sum(call.prefill for call in calls)
+    new = sum(completion.new_tokens for completion in completions)
+    decoded, seconds = new - len(completions), sum(call.decode for call in calls)
+    largest = max((call.timings for call in calls), key=lambda timings: timings.cache_mib)
+    esr = [completion.esr for completion in completions if completion.esr is not None]
+    return (
+        f"{prompt} prompt tokens, prefill {prefill:.2f} s; "
+        f"{new} new tokens{f', {1e3 * seconds / decoded:.1f} ms/token' if decoded else ''}; "
+        f"cache {largest.cache_mib:.2f} MiB ({largest.dense_cache_mib:.2f} with every head full); "
+        f"MSR {np.mean([completion.msr for completion in completions]):.2f}{f', ESR {np.mean(esr):.2f}' if esr else ''}; "
+        f"compiling took another {sum(call.compiling for call in calls):.1f} s"
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _write(_: int, piece: str) -> None:
+    print(piece, end="", flush=True)
+
+
+def _as_prompt(text: str, values: flags.FlagValues) -> str | list[dict[str, str]]:
+    if values.raw:
+        return text
+    system = [] if values.system is None else [{"role": "system", "content": values.system}]
+    return [*system, {"role": "user", "content": text}]
+
+
+def _read_prompt(values: flags.FlagValues) -> str:
+    """The one prompt, from its flag, its file or standard input."""
+    if values.prompt is not None:
+        name, content = "--prompt", os.fsencode(values.prompt)
+    elif values.prompt_file is not None:
+        name, content = values.prompt_file, Path(values.prompt_file).read_bytes()
+    elif sys.stdin.isatty():
+        raise ValueError("no prompt: give --prompt, --prompt_file, --chat or --batch, or a text on standard input")
+    else:
+        name, content = "standard input", sys.stdin.buffer.read()
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not a text in UTF-8: {error}") from error
+    if not text:
+        raise ValueError(f"{name} is empty: a prompt is needed")
+    return text
+
+
+def _single(generator: Generator, values: flags.FlagValues, text: str, options: dict[str, Any], compiling: CompileTime) -> None:
+    prompt = _as_prompt(text, values)
+    _say(f"running a prompt of {len(generator.encode([prompt])[0][0])} tokens")
+    begun = time.time()
+    result = generator.generate([prompt], seeds=[values.seed], on_text=_write, **options)
+    print()
+    _say(summary([measured(compiling, begun, result.completions, result.timings)]))
+
+
+def _next_message() -> str | None:
+    """A line of standard input; None at its end and at /exit."""
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    try:
+        line = input()
+    except EOFError:
+        return None
+    return None if line.strip() == "/exit" else line
+
+
+def _chat(generator: Generator, values: flags.FlagValues, options: dict[str, Any], compiling: CompileTime) -> None:
+    with generator.chat(system=values.system, reroute=values.reroute) as conversation:
+        while (message := _next_message()) is not None:
+            if not message.strip():
+                continue
+            begun = time.time()
+            try:
+                completion = conversation.send(message, seeds=[values.seed], on_text=_write, **options)
+            except ValueError as error:
+                if not sys.stdin.isatty():
+                    raise
+                _say(f"error: {error}")  # the conversation is as before the message
+                continue
+            print()
+            assert conversation.timings is not None
+            _say(summary([measured(compiling, begun, [completion], conversation.timings)]))
+            if not values.reroute:
+                options = options | {"logit_bias": 0.0}  # it belongs to the choice, and the first message made that
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A line of --batch: its number from 1, and what it asks for."""
+
+    line: int
+    id: str | int
+    prompt: str | list[dict[str, str]]
+    seed: int
+
+    def fingerprint(self, settings: dict[str, Any]) -> str:
+        """Of all that the result depends on."""
+        return hashlib.sha256(json.dumps([settings, self.prompt, self.seed], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def read_samples(file: str, values: flags.FlagValues) -> list[Sample]:
+    """The prompts of a file; ValueError names the line that is none. Empty lines are passed over."""
+    samples: dict[str | int, Sample] = {}
+    for number, line in enumerate(Path(file).read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode())
+            json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        except ValueError as error:
+            raise ValueError(f"{file}, line {number} is not JSON ({error}): accepted is {_SAMPLE}") from error
+        if not isinstance(row, dict) or row.keys() - {"id", "prompt", "messages", "seed"} or ("prompt" in row) == ("messages" in row):
+            raise ValueError(f"{file}, line {number}: accepted is {_SAMPLE}")
+        key, seed = row.get("id", number), row.get("seed", values.seed + number)
+        if "prompt" in row and not (isinstance(row["prompt"], str) and row["prompt"]):
+            raise ValueError(f"{file}, line {number} has prompt={row['prompt']!r}: accepted is a text that is not empty")
+        if not isinstance(row.get("messages", []), list):
+            raise ValueError(f"{file}, line {number} has messages={row['messages']!r}: accepted is {_SAMPLE}")
+        if isinstance(key, bool) or not isinstance(key, str | int):
+            raise ValueError(f"{file}, line {number} has id={key!r}: accepted are texts and whole numbers")
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
+            raise ValueError(f"{file}, line {number} has seed={seed!r}: accepted are whole numbers from 0 to 2**32 - 1")
+        if key in samples:
+            raise ValueError(f"{file}, line {number} has id={key!r}, as line {samples[key].line} has: ids must differ")
+        prompt = _as_prompt(row["prompt"], values) if "prompt" in row else row["messages"]
+        samples[key] = Sample(line=number, id=key, prompt=prompt, seed=seed)
+    if not samples:
+        raise ValueError(f"{file} holds no prompts: each line must be {_SAMPLE}")
+    return list(samples.values())
+
+
+def finished(file: IO[bytes], fingerprints: dict[str | int, str]) -> set[str | int]:
+    """The ids that --out holds already; drops the last line if a kill cut it off.
+
+    Raises:
+      ValueError: another run is writing there, or it holds something else: results of other prompts or settings, or none at all.
+    """
+    other = "give another --out"
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(f"{file.name} is being written by another run: {other}") from error
+    file.seek(0)
+    content = file.read()
+    *lines, rest = content.split(b"\n")
+    done = set()
+    for number, line in enumerate(lines, 1):
+        try:
+            result = json.loads(line)
+            key, fingerprint = result["id"], result["fingerprint"]
+            known = fingerprints.get(key)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{file.name}, line {number} is no result of this program: {other}") from error
+        if fingerprint != known:
+            raise ValueError(f"{file.name}, line {number} (id={key!r}) is of a prompt or settings that are not the ones now: {other}")
+        done.add(key)
+    if rest[: len(_RESULT_BEGINS)] != _RESULT_BEGINS[: len(rest)]:
+        raise ValueError(f"{file.name}, line {len(lines) + 1} is no result of this program: {other}")
+    file.truncate(len(content) - len(rest))
+    return done
+
+
+def _batch(
+    generator: Generator,
+    values: flags.FlagValues,
+    samples: list[Sample],
+    settings: dict[str, Any],
+    options: dict[str, Any],
+    compiling: CompileTime,
+) -> None:
+    lengths = {}
+    for sample in samples:
+        try:
+            lengths[sample.id] = len(generator.encode([sample.prompt])[0][0])
+            generator.check_length([lengths[sample.id]], options["max_new_tokens"])
+        except ValueError as error:
+            raise ValueError(f"{values.batch}, line {sample.line}: {error}") from error
+    fingerprints = {sample.id: sample.fingerprint(settings) for sample in samples}
+    calls = []
+    Path(values.out).parent.mkdir(parents=True, exist_ok=True)
+    with Path(values.out).open("ab+") as file:
+        done = finished(file, fingerprints)
+        # The longest first: should memory not do, that is told at once.
+        left = sorted((s for s in samples if s.id not in done), key=lambda sample: -lengths[sample.id])
+        try:
+            with tqdm(total=len(samples), initial=len(done), unit="prompt") as bar:
+                for start in range(0, len(left), values.batch_size):
+                    group = left[start : start + values.batch_size]
+                    begun = time.time()
+                    result = generator.generate([s.prompt for s in group], seeds=[s.seed for s in group], **options)
+                    calls.append(measured(compiling, begun, result.completions, result.timings))
+                    results = zip(group, result.completions, strict=True)
+                    file.write(b"".join(_result_line(sample, fingerprints[sample.id], result) for sample, result in results))
+                    file.flush()
+                    done |= {sample.id for sample in group}
+                    bar.update(len(group))
+        except KeyboardInterrupt:
+            sys.exit(f"interrupted: {len(done)} of {len(samples)} results are in {values.out}; the same command goes on")
+    _say(summary(calls) if calls else "nothing was left to do")
+    _say(f"{len(samples)} results are in {values.out}")
+
+
+def _result_line(sample: Sample, fingerprint: str, result: Completion) -> bytes:
+    record = {
+        "fingerprint": fingerprint,
+        "id": sample.id,
+        "text": result.text,
+        "prompt_tokens": result.prompt_tokens,
+        "new_tokens": result.new_tokens,
+        "finish_reason": result.finish_reason,
+        "msr": result.msr,
+        "esr": result.esr,
+        "seed": sample.seed,
+    }
+    return json.dumps(record).encode() + b"\n"
+
+
+def _run(values: flags.FlagValues) -> None:
+    # What can be told at once is told before the weights are read.
+    given = [f"--{name}" for name in _INPUTS if values[name].value not in (None, False)]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)}: give one of them")
+    if (values.batch is None) != (values.out is None):
+        raise ValueError("--batch and --out go together: prompts in, results out")
+    if values.raw and (values.chat or values.system is not None):
+        raise ValueError("--raw continues a text as it is: it goes with neither --chat nor --system")
+    heads = read_heads(values.heads)
+    if heads is None and values.router is None:
+        raise ValueError("who picks the heads? Give --router=FOLDER of a training run, or --heads=full, sparse or a file")
+    samples = read_samples(values.batch, values) if values.batch is not None else []
+    text = "" if values.batch is not None or values.chat else _read_prompt(values)
+    options: dict[str, Any] = {name: values[name].value for name in ("max_new_tokens", "temperature", "top_k", "top_p", "logit_bias")}
+    stop = None if values.stop is None else [int(item) if item.isdecimal() else item for item in values.stop]
+
+    compiling, started = CompileTime(), time.perf_counter()
+    generator, settings = _load(values)
+    _say(f"loaded {settings['model']} in {time.perf_counter() - started:.1f} s")
+    settings |= options | {"stop": stop, "heads": heads.tolist() if isinstance(heads, np.ndarray) else heads}
+    options |= {"stop": stop, "heads": heads}
+    if not values.raw:
+        try:
+            _ = generator.encoder
+        except ValueError as error:
+            raise ValueError(f"{error}: --raw continues the prompt as it is") from error
+    generator.request([values.raw], seeds=[values.seed], **options)  # for its checks
+    if samples:
+        _batch(generator, values, samples, settings, options, compiling)
+    elif values.chat:
+        _chat(generator, values, options, compiling)
+    else:
+        _single(generator, values, text, options, compiling)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        sys.exit(f"unexpected argument {argv[1]!r}: every option is a flag, --helpfull lists them")
+    logging.set_verbosity(logging.WARNING)  # Orbax tells every step of a load
+    use_compilation_cache()
+    with errors_in_one_line():
+        _run(flags.FLAGS)
+
+
+if __name__ == "__main__":
+    define_model_flags()
+    define_generation_flags()
+    app.run(main)
