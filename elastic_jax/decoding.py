@@ -48,7 +48,7 @@ class DecodeState:
     done: Any
 
 
-@functools.partial(jax.jit)
+@jax.jit
 def first_token(logits: jax.Array, position: jax.Array, sampling: Sampling, stops: jax.Array) -> DecodeState:
     """Chooses each sequence's first new token, which goes to `position` i32[B], from logits f32[B, V]; `stops` as in `generate_tokens`."""
     token = sample(logits, position, sampling)

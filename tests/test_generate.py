@@ -1,6 +1,7 @@
 """Generation as a user calls it, on a tiny model with a byte tokenizer: text, plans, streams, conversations, refusals."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from elastic_jax.checkpoints import RunDirectory
-from elastic_jax.config import SparsityConfig
 from elastic_jax.elastic import ElasticModel
 from elastic_jax.generate import Generator
 from elastic_jax.models.decoder import Decoder
@@ -28,9 +28,11 @@ TEMPLATE = (
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 VOCABULARY = 256 + len(SPECIAL)
 EOS, START, END = 256, 257, 258
-# Tests share few shapes, since each is compiled: 192 padded tokens, rows of 12 slots, pools of one size.
-LONG = "A text of more than one window, so that streaming heads have lost its middle when the answer begins, and then a little more."
-POOL_GIB = 200 * 2 * BLOCK * 16 * 4 / 2**30
+# Tests share few shapes, since each is compiled: 128 padded tokens, rows of 12 slots, pools of one size.
+LONG = "A text of more than one window: streaming heads have lost its middle when the answer begins. OK"
+NEW = 40
+POOL_PAGES = 200
+POOL_GIB = POOL_PAGES * 2 * BLOCK * 16 * 4 / 2**30
 
 
 def byte_tokenizer():
@@ -48,6 +50,7 @@ def byte_tokenizer():
 TOKENIZER = byte_tokenizer()
 
 
+@functools.cache
 def generator(router=True, setting="fa_ssa", cache_gib=POOL_GIB, stop_tokens=()):
     model, backbone, routers = lively_model(changes={"vocab_size": VOCABULARY}, sparsity=dataclasses.replace(SPARSITY, setting=setting))
     return Generator(model, backbone, routers if router else None, TOKENIZER, cache_gib=cache_gib, stop_tokens=stop_tokens)
@@ -66,18 +69,18 @@ def stop_after(completion, count):
 
 def test_what_comes_back():
     model = generator()
-    result = model.generate([LONG, user(LONG)], max_new_tokens=12, stop=[])
+    result = model.generate([LONG, user(LONG)], max_new_tokens=NEW, stop=[])
     for completion, prompt in zip(result.completions, (LONG, f"<|im_start|>user\n{LONG}<|im_end|>\n<|im_start|>assistant\n")):
         assert completion.text == model.tokenizer.decode(completion.tokens, skip_special_tokens=True)
         assert completion.prompt_tokens == len(model.tokenizer(prompt)["input_ids"])
-        assert (completion.new_tokens, completion.finish_reason) == (12, "length")
+        assert (completion.new_tokens, completion.finish_reason) == (NEW, "length")
         assert completion.is_full.shape == (3, 2)
         assert 0 < completion.msr < 1
         assert 0 < completion.esr < completion.msr
     timings = result.timings
-    assert timings.steps == 11
-    assert timings.ms_per_token == pytest.approx(1e3 * timings.decode_seconds / 11)
-    blocks = [-(-(completion.prompt_tokens + 12) // BLOCK) for completion in result.completions]
+    assert timings.steps == NEW - 1
+    assert timings.ms_per_token == pytest.approx(1e3 * timings.decode_seconds / (NEW - 1))
+    blocks = [-(-(completion.prompt_tokens + NEW) // BLOCK) for completion in result.completions]
     full = [int(completion.is_full.sum()) for completion in result.completions]
     assert timings.cache_pages == sum(f * b + (6 - f) * 3 for f, b in zip(full, blocks))
     assert timings.cache_mib == timings.cache_pages * 2 * BLOCK * 16 * 4 / 2**20
@@ -89,10 +92,10 @@ def test_what_comes_back():
 def test_a_batch_gives_each_prompt_its_own_text(setting):
     model = generator(setting=setting)
     prompts = {7: "a", 8: user("short"), 9: LONG}
-    options = {"max_new_tokens": 20, "temperature": 0.8, "top_k": 40, "top_p": 0.95}
+    options = {"max_new_tokens": NEW, "temperature": 0.8, "top_k": 40, "top_p": 0.95}
     run = lambda *seeds: model.generate([prompts[s] for s in seeds], seeds=seeds, **options).completions
     expected = dict(zip((9, 7), run(9, 7)))
-    batches = [(8, 9), (7, 9)] + [(9,), (7, 8, 9)] * (setting == "fa_ssa")
+    batches = [(8, 9), (7, 9)] + [(9,)] * (setting == "fa_ssa")
     for seeds in batches:
         for seed, completion in zip(seeds, run(*seeds)):
             if seed in expected:
@@ -108,7 +111,7 @@ def test_a_batch_gives_each_prompt_its_own_text(setting):
 
 def test_plans_of_ones_own():
     model = generator()
-    run = lambda **options: model.generate([LONG, "b"], max_new_tokens=10, stop=[], **options)
+    run = lambda **options: model.generate([LONG, "b"], max_new_tokens=NEW, stop=[], **options)
     dense, sparse, routed = run(heads="full"), run(heads="sparse"), run()
     assert [c.msr for c in dense.completions] == [0, 0]
     assert [c.esr for c in dense.completions] == [0, 0]
@@ -126,10 +129,10 @@ def test_plans_of_ones_own():
 
 def test_stop_tokens():
     model = generator()
-    free = model.generate([LONG, "b"], max_new_tokens=30, stop=[]).completions
+    free = model.generate([LONG, "b"], max_new_tokens=NEW, stop=[]).completions
     token, at = stop_after(free[0], 4)
     for stop in ([token], [EOS, token], [model.tokenizer.convert_ids_to_tokens(token)] if token >= 256 else [token]):
-        stopped, other = model.generate([LONG, "b"], max_new_tokens=30, stop=stop).completions
+        stopped, other = model.generate([LONG, "b"], max_new_tokens=NEW, stop=stop).completions
         np.testing.assert_array_equal(stopped.tokens, free[0].tokens[: at + 1])
         assert stopped.finish_reason == "stop"
         assert stopped.text == model.tokenizer.decode(free[0].tokens[:at], skip_special_tokens=True)
@@ -138,7 +141,7 @@ def test_stop_tokens():
 
 
 def test_default_stop_tokens():
-    model = generator(stop_tokens=[65])
+    model = generator(stop_tokens=(65,))
     stops = model.request([True, False], max_new_tokens=1).stops
     assert [sorted(set(row) - {-1}) for row in stops.tolist()] == [[65, EOS], [65, EOS, END]]
     assert model._stops(["<|im_end|>", "A", 3], True) == [END, model.tokenizer("A")["input_ids"][0], 3]
@@ -169,7 +172,7 @@ def test_pieces_of_a_stream_are_whole_characters(text, cuts, special):
 def test_streamed_text_is_the_text():
     model = generator()
     pieces = {0: [], 1: []}
-    prompts, options = [LONG, "b"], {"max_new_tokens": 50, "temperature": 1.5, "seeds": [3, 4]}
+    prompts, options = [LONG, "b"], {"max_new_tokens": NEW, "temperature": 1.5, "seeds": [3, 4]}
     result = model.generate(prompts, on_text=lambda index, text: pieces[index].append(text), **options)
     silent = model.generate(prompts, **options)
     for index, completion in enumerate(result.completions):
@@ -182,8 +185,8 @@ def test_a_conversation_decides_anew_at_each_turn():
     model = generator()
     chat = model.chat(system="Be brief.")
     options = {"max_new_tokens": 15, "stop": ["<|im_end|>"]}
-    first, second = chat.send(LONG, **options), chat.send("And then?", **options)
-    history = [{"role": "system", "content": "Be brief."}, *user(LONG), {"role": "assistant", "content": first.text}, *user("And then?")]
+    first, second = chat.send(LONG, **options), chat.send("And?", **options)
+    history = [{"role": "system", "content": "Be brief."}, *user(LONG), {"role": "assistant", "content": first.text}, *user("And?")]
     (again,) = model.generate([history], **options).completions
     assert again.text == second.text
     np.testing.assert_array_equal(again.is_full, second.is_full)
@@ -193,38 +196,39 @@ def test_a_conversation_decides_anew_at_each_turn():
     assert chat.send("Go on", heads="sparse", **options).msr == 1
 
 
-@pytest.mark.parametrize(("stops", "cache_gib"), [(False, None), (True, POOL_GIB)])
-def test_a_conversation_that_keeps_its_cache_runs_new_tokens_only(stops, cache_gib):
-    """Every answer is that of one prefill of all tokens so far under the first turn's plan."""
-    model = generator(cache_gib=cache_gib)
-    free = model.generate([user(LONG)], max_new_tokens=15, stop=[]).completions[0]
+@pytest.mark.parametrize(("stops", "own_pool"), [(False, False), (True, False), (False, True)])
+def test_a_conversation_that_keeps_its_cache_runs_new_tokens_only(stops, own_pool):
+    """Every answer is that of one prefill of all tokens so far under the first turn's plan. A pool of its own grows."""
+    shared = generator()
+    model = generator(cache_gib=None) if own_pool else shared
+    free = shared.generate([user(LONG)], max_new_tokens=15, stop=[]).completions[0]
     stop = [stop_after(free, 3)[0]] if stops else []
     with model.chat(reroute=False) as chat:
-        tokens = np.zeros(0, np.int32)
-        for number, text in enumerate((LONG, "And then?", "Why \u00e9?")):
+        tokens, plan = shared.encode([user(LONG)])[0][0], free.is_full
+        for number, text in enumerate((LONG, "?", "\u00e9")[: 2 if own_pool else 3]):
             completion = chat.send(text, max_new_tokens=15, stop=stop)
-            if number == 0:
-                plan = completion.is_full
-                tokens = model.encode([user(text)])[0][0]
-                np.testing.assert_array_equal(plan, free.is_full)
-            else:
+            if number:
                 assert completion.esr is None
                 header = f"<|im_end|>\n<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
                 tokens = np.concatenate([tokens, TOKENIZER(header)["input_ids"]])
             np.testing.assert_array_equal(completion.is_full, plan)
             assert completion.prompt_tokens == tokens.size
-            request = model.request([True], max_new_tokens=15, stop=stop, heads=plan)
-            cache = model.open_cache([tokens.size], request)
-            logits = model.prefill([(tokens, (0, 1))], cache, request).logits
-            expected = model.decode(cache, logits, request, plan[:, None], [None], 0.0).completions[0]
-            cache.free()
-            np.testing.assert_array_equal(completion.tokens, expected.tokens)
+            np.testing.assert_array_equal(completion.tokens, continued(shared, tokens, plan, stop))
             answer = completion.tokens[:-1] if completion.finish_reason == "stop" else completion.tokens
             tokens = np.concatenate([tokens, answer])
     with pytest.raises(ValueError, match="closed and its cache freed"):
         chat.send("x", max_new_tokens=1)
-    if cache_gib:
-        assert model._pool.num_free == model._pool.num_pages
+    assert shared._pool.num_free == POOL_PAGES
+
+
+def continued(model, tokens, plan, stop):
+    """What follows tokens under a given plan, from one prefill."""
+    request = model.request([True], max_new_tokens=15, stop=stop, heads=plan)
+    cache = model.open_cache([tokens.size], request)
+    logits = model.prefill([(tokens, (0, 1))], cache, request).logits
+    result = model.decode(cache, logits, request, plan[:, None], [None], 0.0).completions[0].tokens
+    cache.free()
+    return result
 
 
 def test_a_kept_cache_refuses_heads_whose_keys_are_gone():
@@ -258,24 +262,31 @@ def test_a_kept_cache_refuses_heads_whose_keys_are_gone():
 
 
 def test_a_shared_pool_that_is_used_up_says_what_would_do():
-    pages = 60
-    model = generator(cache_gib=pages * 2 * BLOCK * 16 * 4 / 2**30)
-    options = {"max_new_tokens": 10, "stop": []}
-    with model.chat(reroute=False) as chat:
-        before = chat.send("x", heads="full", **options)
-        with pytest.raises(ValueError, match=r"pool has 60 pages .* would do") as error:
-            model.generate([LONG], heads="full", **options)
-        with pytest.raises(ValueError, match="would do"):
-            chat.send(LONG, **options)
-        with pytest.raises(ValueError, match="would do"):
-            model.generate([LONG], logit_bias=np.inf, **options)
-        assert chat.send("y", **options).prompt_tokens > before.prompt_tokens
-        assert model.generate([LONG], heads="sparse", **options).timings.cache_pages == 18
-    enough = generator(cache_gib=float(str(error.value).split("now: ")[1].split(" GiB")[0]) * 1.01)
-    assert enough.generate([LONG], heads="full", **options).completions[0].msr == 0
-
-
-MODEL = generator()
+    model, options = generator(), {"max_new_tokens": NEW, "stop": []}
+    other = model.open_cache([400], model.request([True], max_new_tokens=16, heads="full"))
+    for layer in range(3):
+        other.allocate(layer, np.zeros((1, 2), bool))
+    used, needed = 6 * 26, 6 * -(-(len(LONG) + NEW) // BLOCK)
+    assert model._pool.num_free == POOL_PAGES - used < needed
+    for plan in ({"heads": "full"}, {"logit_bias": np.inf}):
+        with pytest.raises(ValueError, match=rf"pool has {POOL_PAGES} pages .* are needed now: .* would do") as error:
+            model.generate([LONG], **plan, **options)
+        gib = float(str(error.value).split("now: ")[1].split(" GiB")[0])
+        assert gib * POOL_PAGES / POOL_GIB == pytest.approx(used + needed, rel=0.01)
+        assert model._pool.num_free == POOL_PAGES - used
+    chat = model.chat(reroute=False)
+    options["max_new_tokens"] = 5
+    chat.send("x", heads="sparse", **options)
+    other.free()
+    other = model.open_cache([430], model.request([True], max_new_tokens=50, heads="full"))
+    for layer in range(3):
+        other.allocate(layer, np.zeros((1, 2), bool))
+    with pytest.raises(ValueError, match="would do"):
+        chat.send(LONG, heads="full", **options)
+    other.free()
+    assert chat.send(LONG, **options).msr == 1
+    chat.close()
+    assert model._pool.num_free == POOL_PAGES
 
 
 @pytest.mark.parametrize(
@@ -311,18 +322,17 @@ MODEL = generator()
 )
 def test_refuses(changes, message):
     with pytest.raises(ValueError, match=message):
-        MODEL.generate(**({"prompts": ["x"], "max_new_tokens": 2} | changes))
+        generator().generate(**({"prompts": ["x"], "max_new_tokens": 2} | changes))
 
 
 def test_refuses_what_the_model_lacks():
     with pytest.raises(ValueError, match="this model has no router, so a plan must be given"):
         generator(router=False).generate(["x"], max_new_tokens=2)
-    assert generator(router=False).generate(["x"], max_new_tokens=2, heads="full").completions[0].msr == 0
+    assert generator(router=False).generate([LONG], max_new_tokens=NEW, heads="full").completions[0].msr == 0
     with pytest.raises(ValueError, match="cache_gib=1e-09: at least one page"):
         generator(cache_gib=1e-9)
     model, backbone, routers = lively_model(changes={"vocab_size": VOCABULARY}, sparsity=SPARSITY)
     model = Generator(model, backbone, routers, PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer))
-    model.generate(["x"], max_new_tokens=2)
     with pytest.raises(ValueError, match="has no chat_template"):
         model.generate([user("x")], max_new_tokens=2)
 
@@ -335,7 +345,7 @@ def test_from_a_folder_with_the_router_of_a_run(tmp_path):
     save_safetensors(decoder, tmp_path / "model")
     TOKENIZER.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
-    sparsity = SparsityConfig(block_size=BLOCK, sink_tokens=BLOCK, local_tokens=BLOCK)
+    sparsity = SPARSITY
     model, backbone = ElasticModel.create(decoder, config, sparsity=sparsity)
     state = init_state(model, TrainConfig(seed=3))
     names = {field.name: getattr(sparsity, field.name) for field in dataclasses.fields(sparsity)}
@@ -344,18 +354,18 @@ def test_from_a_folder_with_the_router_of_a_run(tmp_path):
         with pytest.raises(ValueError, match="holds no checkpoint yet"):
             ElasticModel.from_pretrained(tmp_path / "model", router=tmp_path / "run")
         run.save(state)
-    loaded = ElasticModel.from_pretrained(tmp_path / "model", router=tmp_path / "run")
+    loaded = ElasticModel.from_pretrained(tmp_path / "model", router=tmp_path / "run", cache_gib=POOL_GIB)
     assert loaded.model.sparsity == sparsity
     assert loaded._stop_tokens == {3, 4, EOS}
     jax.tree.map(np.testing.assert_array_equal, loaded.router, state.trainable["router"])
-    by_hand = Generator(model, backbone, state.trainable["router"], TOKENIZER, stop_tokens=[3, 4])
+    by_hand = Generator(model, backbone, state.trainable["router"], TOKENIZER, stop_tokens=[3, 4], cache_gib=POOL_GIB)
     prompts = [user(LONG), "b"]
-    for one, two in zip(*(m.generate(prompts, max_new_tokens=8).completions for m in (loaded, by_hand))):
+    for one, two in zip(*(m.generate(prompts, max_new_tokens=NEW).completions for m in (loaded, by_hand))):
         np.testing.assert_array_equal(one.tokens, two.tokens)
         np.testing.assert_array_equal(one.is_full, two.is_full)
-    wide = ElasticModel.from_pretrained(tmp_path / "model", yarn_factor=4, sparsity=SPARSITY, cache_gib=0.001)
-    assert wide.model.config.max_positions == 2048
-    assert wide.generate(["a" * 600], heads="sparse", max_new_tokens=2).completions[0].prompt_tokens == 600
+    wide = ElasticModel.from_pretrained(tmp_path / "model", yarn_factor=4, sparsity=dataclasses.replace(SPARSITY, sink_tokens=99))
+    assert (wide.model.config.max_positions, wide.model.sparsity.sink_blocks, wide.router) == (2048, 7, None)
+    wide.check_length([2000], 48)
     other = Decoder(tiny_config(vocab_size=VOCABULARY, num_layers=2), rngs=nnx.Rngs(params=0), param_dtype=jnp.float32)
     save_safetensors(other, tmp_path / "model")
     with pytest.raises(ValueError, match="holds routers of another model"):
