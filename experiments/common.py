@@ -150,6 +150,10 @@ def errors_in_one_line() -> Iterator[None]:
         yield
     except (ValueError, OSError, ImportError, NotImplementedError, OverflowError, MemoryError, NonFiniteLossError) as error:
         sys.exit(f"error: {error or type(error).__name__}")
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        sys.exit(f"error: the device is out of memory ({str(error).splitlines()[0]}): shorter or fewer sequences at once need less")
     except KeyboardInterrupt:
         sys.exit("interrupted")
 

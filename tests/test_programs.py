@@ -20,6 +20,7 @@ from elastic_jax.models.decoder import Decoder
 from elastic_jax.trainer import TrainConfig, data_mesh, init_state
 from elastic_jax.training_loop import read_metrics
 from elastic_jax.weights.safetensors import save_safetensors
+from experiments.common import errors_in_one_line
 from tests.tiny import tiny_config, tiny_model
 
 STEPS = 6
@@ -267,3 +268,10 @@ def test_another_runs_folder_is_refused_and_left_alone(workshop, whole):
     assert result.returncode == 1
     assert "other settings (seed: 42 there, 7 now)" in result.stderr
     assert_same_run(whole, out)
+
+
+def test_out_of_memory_is_one_line():
+    with pytest.raises(SystemExit, match="error: the device is out of memory .*17179869184"), errors_in_one_line():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 17179869184 bytes.\nmore")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), errors_in_one_line():
+        raise jax.errors.JaxRuntimeError("INTERNAL: a defect")
