@@ -19,6 +19,7 @@ on the host, where pages are handed out before a program runs, never inside one.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -113,48 +114,70 @@ class PagePool:
     """Device memory for pages and the list of those that are free. Several caches may share it.
 
     Attributes:
-      pages: the device arrays. A jitted function that is given them (donated) returns the new ones, which belong here again.
-      num_pages: P.
+      pages: the device arrays. A jitted function that takes them as donated gets them from `lend` and returns new ones, which belong here
+        again; where it fails, they are gone for all caches of the pool.
+      num_pages: P. free_pages: i32[n], the numbers of those that are free.
+      losses: how often that has happened.
     """
 
     def __init__(self, num_pages: int, page: int, head_dim: int, dtype: jax.typing.DTypeLike) -> None:
         if num_pages < 1:
             raise ValueError(f"num_pages={num_pages}: at least 1 is needed")
-        shape = (num_pages, page, head_dim)
-        self.pages = Pages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+        self.num_pages, self._page, self._dtype = num_pages, (page, head_dim), dtype
         self.page_bytes = page_bytes(page, head_dim, dtype)
-        self._free = np.arange(num_pages, dtype=np.int32)[::-1]
+        self.losses = 0
+        self._renew()
 
-    @property
-    def num_pages(self) -> int:
-        return self.pages.keys.shape[0]
+    def _renew(self) -> None:
+        shape = (self.num_pages, *self._page)
+        self.pages: Pages | None = Pages(jnp.zeros(shape, self._dtype), jnp.zeros(shape, self._dtype))
+        self.free_pages = np.arange(self.num_pages, dtype=np.int32)[::-1]
+
+    def lend(self) -> Pages:
+        """The arrays, which the pool does not have until `pages` is set again."""
+        assert self.pages is not None
+        pages, self.pages = self.pages, None
+        return pages
+
+    def recover(self) -> None:
+        """After a call that failed while it had the arrays: new ones, all free; caches of before are refused."""
+        if self.pages is None:
+            self.losses += 1
+            self._renew()
 
     @property
     def num_free(self) -> int:
-        return self._free.size
+        return self.free_pages.size
 
     def gib(self, pages: int) -> float:
         return pages * self.page_bytes / 2**30
 
     def take(self, count: int) -> np.ndarray:
         """i32[count]: pages that are free no longer; the caller has checked that there are as many."""
-        assert count <= self._free.size
-        taken, self._free = self._free[self._free.size - count :][::-1], self._free[: self._free.size - count]
+        assert count <= self.free_pages.size
+        taken, self.free_pages = self.free_pages[self.free_pages.size - count :][::-1], self.free_pages[: self.free_pages.size - count]
         return taken
 
     def give_back(self, pages: np.ndarray) -> None:
-        self._free = np.concatenate([self._free, pages[::-1].astype(np.int32)])
+        self.free_pages = np.concatenate([self.free_pages, pages[::-1].astype(np.int32)])
 
     def grow(self, count: int) -> None:
         """Adds `count` free pages; the pool is copied, so both sizes are in memory for a moment."""
-        old = self.num_pages
+        assert self.pages is not None
         self.pages = Pages(*(jnp.pad(x, ((0, count), (0, 0), (0, 0))) for x in self.pages))
-        self.give_back(np.arange(old, old + count, dtype=np.int32)[::-1])
+        self.give_back(np.arange(self.num_pages, self.num_pages + count, dtype=np.int32)[::-1])
+        self.num_pages += count
 
 
 def page_bytes(page: int, head_dim: int, dtype: jax.typing.DTypeLike) -> int:
     """Bytes of one page's keys and values."""
     return 2 * page * head_dim * jnp.dtype(dtype).itemsize
+
+
+def _rounded_up(number: float) -> str:
+    """To three digits, never less than the number."""
+    step = 10.0 ** (math.floor(math.log10(number)) - 2)
+    return f"{math.ceil(number / step * (1 - 1e-12)) * step:.3g}"
 
 
 def keeps_ring(is_full: np.ndarray, sparsity: SparsityConfig) -> np.ndarray:
@@ -198,7 +221,7 @@ class PagedCache:
         self._table = np.full((*shape, self._width()), _UNUSED, np.int32)
         self._ring = np.zeros(shape, bool)
         self._count = np.zeros(shape, np.int64)  # pages of each head
-        self._freed = np.zeros(len(self.capacity), bool)
+        self._freed, self._losses = np.zeros(len(self.capacity), bool), pool.losses
         self._device: HeadTables | None = None
 
     def _width(self) -> int:
@@ -219,8 +242,7 @@ class PagedCache:
           ValueError: the pool has too few free pages; nothing has changed then. A sequence was freed.
         """
         self.check()
-        self._ring[layer] = ring
-        self._fill(slice(layer, layer + 1), self._count.shape[0] - layer - 1)
+        self._fill(slice(layer, layer + 1), ring[None], self._count.shape[0] - layer - 1)
 
     def missing(self, capacity: Sequence[int], ring: np.ndarray) -> int:
         """Pages that `change` would take, arguments as there."""
@@ -246,7 +268,7 @@ class PagedCache:
                 f"KV head {head} of layer {layer} would keep every key again, but in sequence {sequence} it has been streaming and keeps "
                 f"{sink + local} of {blocks[sequence]} blocks: run the whole conversation anew (reroute=True) to have them"
             )
-        old = self.capacity, self._ring, self._table.copy(), self._count.copy()
+        old, free = (self.capacity, self._table.copy(), self._count.copy()), self.pool.free_pages
         released = [np.zeros(0, np.int32)]
         for layer, sequence, head in zip(*np.nonzero(ring & ~self._ring)):
             row, count = self._table[layer, sequence, head], int(self._count[layer, sequence, head])
@@ -257,17 +279,17 @@ class PagedCache:
                 row[block if block < sink else sink + (block - sink) % local] = pages[block]
             self._count[layer, sequence, head] = len(window)
             released.append(np.delete(pages, window))
-        self.capacity, self._ring = np.asarray(capacity, np.int64), np.array(ring)
-        try:
-            self._fill(slice(None), 0)
-        except ValueError:
-            self.capacity, self._ring, self._table, self._count = old
-            raise
+        self.capacity = np.asarray(capacity, np.int64)
         self.pool.give_back(np.concatenate(released))
+        try:
+            self._fill(slice(None), ring, 0)
+        except ValueError:
+            (self.capacity, self._table, self._count), self.pool.free_pages = old, free
+            raise
 
-    def _fill(self, layers: slice, layers_after: int) -> None:
+    def _fill(self, layers: slice, ring: np.ndarray, layers_after: int) -> None:
         """Pages up to the capacity for the heads of `layers`; the error allows for full heads in as many `layers_after` them."""
-        wanted = pages_needed(self.capacity[:, None], self._ring[layers], self._sparsity)
+        wanted = pages_needed(self.capacity[:, None], ring, self._sparsity)
         more = wanted - self._count[layers]
         total, pool = int(more.sum()), self.pool
         if total > pool.num_free:
@@ -275,14 +297,14 @@ class PagedCache:
             size = pool.num_pages - pool.num_free + total + worst
             raise ValueError(
                 f"the cache's pool has {pool.num_pages} pages of {self._sparsity.block_size} tokens ({pool.gib(pool.num_pages):.3g} GiB), "
-                f"{pool.num_free} of them free, and {total} are needed now: {pool.gib(size):.3g} GiB (cache_gib) would do"
+                f"{pool.num_free} of them free, and {total} are needed now: {_rounded_up(pool.gib(size))} GiB (cache_gib) would do"
             )
         if self._width() > self._table.shape[-1]:
             self._table = np.pad(self._table, [(0, 0)] * 3 + [(0, self._width() - self._table.shape[-1])], constant_values=_UNUSED)
         slot = np.arange(self._table.shape[-1])
         new = (slot >= self._count[layers][..., None]) & (slot < wanted[..., None])
         self._table[layers][new] = pool.take(total)
-        self._count[layers] = wanted
+        self._ring[layers], self._count[layers] = ring, wanted
         self._device = None
 
     def layer(self, layer: int) -> HeadTables:
@@ -302,7 +324,9 @@ class PagedCache:
         return HeadTables(table=table, ring=ring, page=s.block_size, sink_blocks=s.sink_blocks, local_blocks=s.local_blocks)
 
     def check(self, sequences: np.ndarray | slice = slice(None)) -> None:
-        """ValueError where one of these sequences was freed."""
+        """ValueError where one of these sequences was freed, or the pages were lost."""
+        if self.pool.pages is None or self.pool.losses != self._losses:
+            raise ValueError("the pages of this cache were lost when a call failed that was working on them: begin again with a new one")
         if self._freed[sequences].any():
             freed = np.flatnonzero(self._freed).tolist()
             raise ValueError(f"sequences {freed} of this cache were freed: their pages may hold keys of others")
@@ -312,7 +336,8 @@ class PagedCache:
         chosen = np.zeros(len(self.capacity), bool)
         chosen[slice(None) if sequence is None else sequence] = True
         rows = self._table[:, chosen]
-        self.pool.give_back(rows[rows != _UNUSED])
+        if self.pool.losses == self._losses:
+            self.pool.give_back(rows[rows != _UNUSED])
         self._table[:, chosen], self._count[:, chosen] = _UNUSED, 0
         self._freed |= chosen
         self._device = None

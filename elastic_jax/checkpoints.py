@@ -139,7 +139,10 @@ class RunDirectory:
 
 
 def run_configs(settings: dict[str, Any]) -> tuple[SparsityConfig, RouterConfig]:
-    """What a run's settings say full and sparse mean, and how its routers look."""
+    """What a run's settings say full and sparse mean, and how its routers look; ValueError where one is missing."""
+    names = [*(field.name for field in dataclasses.fields(SparsityConfig)), "router_width", "pooling", "yarn_factor"]
+    if missing := [name for name in names if name not in settings]:
+        raise ValueError(f"the run's settings.json is damaged: {missing[0]} is missing")
     sparsity = SparsityConfig(**{field.name: settings[field.name] for field in dataclasses.fields(SparsityConfig)})
     return sparsity, RouterConfig(width=settings["router_width"], pooling=settings["pooling"])
 

@@ -94,7 +94,7 @@ class Conversation:
         assert request.heads is not None
         new = np.array([*self._pending, *generator.encoder.encode_next(messages)], np.int32)
         length = int(cache.lengths[0]) + new.size
-        generator.check_length([length], request.max_new_tokens)
+        generator.check_length([length], request.max_new_tokens, "the conversation")
         capacity, ring = [length + request.max_new_tokens], keeps_ring(request.heads, generator.model.sparsity)
         generator.make_room(cache, capacity, ring)
         cache.change(capacity, ring)
@@ -111,6 +111,7 @@ class Conversation:
         """Frees the cache; nothing can be sent any more."""
         if self._cache is not None:
             self._cache.free()
+            self._cache = None  # and with it a pool of its own
         self._closed = True
 
     def __enter__(self) -> Conversation:

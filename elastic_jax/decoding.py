@@ -71,9 +71,8 @@ def generate_tokens(
     assert 1 <= steps <= MAX_STEPS
     done, position = jax.device_get((state.done, state.position))
     assert (position + steps <= cache.capacity)[~done].all()
-    cache.pool.pages, state, tokens, count = _run(
-        model, backbones, cache.pool.pages, cache.tables(~done), state, sampling, stops, np.int32(steps)
-    )
+    tables = cache.tables(~done)
+    cache.pool.pages, state, tokens, count = _run(model, backbones, cache.pool.lend(), tables, state, sampling, stops, np.int32(steps))
     cache.lengths = np.array(state.position, np.int64)
     return state, np.asarray(tokens)[:, : int(count)]
 
@@ -85,9 +84,8 @@ def feed_tokens(model: ElasticModel, backbones: LayerBackbones, cache: PagedCach
     """
     assert (counts >= 1).all()
     assert (cache.lengths + counts <= cache.capacity).all()
-    cache.pool.pages, logits = _feed(
-        model, backbones, cache.pool.pages, cache.tables(), tokens, counts.astype(np.int32), cache.lengths.astype(np.int32)
-    )
+    tables, start = cache.tables(), cache.lengths.astype(np.int32)
+    cache.pool.pages, logits = _feed(model, backbones, cache.pool.lend(), tables, tokens, counts.astype(np.int32), start)
     cache.lengths = cache.lengths + counts
     return logits
 

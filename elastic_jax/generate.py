@@ -9,10 +9,12 @@ The router decides once per prompt, at its end; decoding keeps that plan. Axis l
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,10 +27,10 @@ from elastic_jax.checkpoints import RunDirectory, load_router, run_configs
 from elastic_jax.config import RouterConfig, SparsityConfig
 from elastic_jax.data.chat import ChatEncoder
 from elastic_jax.decoding import MAX_STEPS, first_token, generate_tokens
-from elastic_jax.elastic import Arrays, ElasticModel, split_layers
+from elastic_jax.elastic import Arrays, ElasticModel, LayerBackbones, split_layers
 from elastic_jax.prefill import Prefilled, prefill
 from elastic_jax.sampling import Sampling
-from elastic_jax.text_stream import TextStream
+from elastic_jax.text_stream import TextStream, decode_text
 from elastic_jax.weights.load import load_model, load_stop_tokens, load_tokenizer
 from pallas_kernels.api import Implementation
 
@@ -82,7 +84,7 @@ class Timings:
 
     Attributes:
       prefill_seconds: until the first new token. decode_seconds: of the `steps` steps after it.
-      cache_pages, cache_mib: what the plan needed. dense_cache_mib: what full heads alone would have.
+      cache_pages, cache_mib: what the plan needed. pool_mib: the pool that gave it. dense_cache_mib: what full heads alone would have.
     """
 
     prefill_seconds: float
@@ -90,6 +92,7 @@ class Timings:
     steps: int
     cache_pages: int
     cache_mib: float
+    pool_mib: float
     dense_cache_mib: float
 
     @property
@@ -122,6 +125,7 @@ class Generator:
     """A model with its weights, routers and tokenizer.
 
     Args:
+      backbones: from `split_layers`.
       router: the routers' arrays; None: only given plans can be run.
       stop_tokens: that end any text, beside the tokenizer's end of sequence.
       cache_gib: memory of one pool of pages for all calls and conversations, which are refused when it is used up. None: every call
@@ -132,25 +136,24 @@ class Generator:
     def __init__(
         self,
         model: ElasticModel,
-        backbone: Arrays,
+        backbones: LayerBackbones,
         router: Arrays | None,
         tokenizer: PreTrainedTokenizerBase,
         *,
         stop_tokens: Sequence[int] = (),
         cache_gib: float | None = None,
     ) -> None:
-        self.model, self.router, self.tokenizer = model, router, tokenizer
-        self.backbones = split_layers(backbone)
+        self.model, self.backbones, self.router, self.tokenizer = model, backbones, router, tokenizer
         eos: Any = tokenizer.eos_token_id
         self._stop_tokens = {*stop_tokens, *([] if eos is None else [eos])}
         self._encoder: ChatEncoder | None = None
-        embedding = model.output_embedding(backbone)
+        embedding = model.output_embedding(backbones[-1])
         self._dtype, (self._device, *_) = embedding.dtype, embedding.devices()
         self._page_bytes = page_bytes(model.sparsity.block_size, model.config.head_dim, self._dtype)
         self._pool: PagePool | None = None
         if cache_gib is not None:
-            if not cache_gib * 2**30 >= self._page_bytes:
-                raise ValueError(f"cache_gib={cache_gib}: at least one page of {self._page_bytes / 2**30:.3g} GiB is needed")
+            if not self._page_bytes <= cache_gib * 2**30 < math.inf:
+                raise ValueError(f"cache_gib={cache_gib}: accepted are numbers from {self._page_bytes / 2**30:.3g}, the GiB of one page")
             self._pool = self._new_pool(int(cache_gib * 2**30 / self._page_bytes))
 
     @property
@@ -174,7 +177,10 @@ class Generator:
         logit_bias: float = 0.0,
         on_text: OnText | None = None,
     ) -> Generation:
-        """Continues prompts of any lengths in one batch. Neither the other prompts nor padding change what a prompt gets.
+        """Continues prompts of any lengths in one batch.
+
+        Neither the other prompts nor padding change what a prompt gets. Batches of other sizes are other matrix products, whose sums
+        are rounded otherwise: in float32 no text differed, in bfloat16 a near-tie between two tokens may end the other way.
 
         Args:
           prompts: texts, which are taken as they are, or chats: lists of {"role", "content"} that end with the user's message, which
@@ -258,16 +264,17 @@ class Generator:
     ) -> Request:
         """Checks options as in `generate`, for prompts that are texts or (False) chats."""
         batch = len(is_text)
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
+        if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens!r}: a whole number from 1 is needed")
-        if not 0.0 <= temperature < math.inf:
-            raise ValueError(f"temperature={temperature}: accepted are numbers from 0, which is greedy")
-        if not isinstance(top_k, int) or top_k < 0:
+        if not isinstance(temperature, Real) or not 0.0 <= temperature <= np.finfo(np.float32).max:
+            raise ValueError(f"temperature={temperature!r}: accepted are numbers from 0, which is greedy")
+        if not isinstance(top_k, Integral) or top_k < 0:
             raise ValueError(f"top_k={top_k!r}: accepted are whole numbers from 0, which keeps all tokens")
-        if not 0.0 < top_p <= 1.0:
-            raise ValueError(f"top_p={top_p}: accepted are numbers in (0, 1]")
+        if not isinstance(top_p, Real) or not 0.0 < top_p <= 1.0:
+            raise ValueError(f"top_p={top_p!r}: accepted are numbers in (0, 1]")
         seeds = range(batch) if seeds is None else seeds
-        if len(seeds) != batch or not all(0 <= seed < 2**32 for seed in seeds):
+        whole = isinstance(seeds, Sequence | np.ndarray) and all(isinstance(seed, Integral) for seed in seeds)
+        if not whole or len(seeds) != batch or not all(0 <= seed < 2**32 for seed in seeds):
             raise ValueError(f"seeds={seeds!r}: accepted are {batch} whole numbers from 0 to 2**32 - 1, one per prompt")
         if math.isnan(logit_bias) or (heads is not None and logit_bias):
             raise ValueError(f"logit_bias={logit_bias}: accepted are numbers, and none where heads are given")
@@ -276,7 +283,7 @@ class Generator:
         width = -(-max(1, *map(len, stops)) // 4) * 4  # few widths, since each is a program
         padded = np.array([[*tokens, *[-1] * (width - len(tokens))] for tokens in stops], np.int32)
         return Request(
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=int(max_new_tokens),
             sampling=sampling,
             stops=padded,
             heads=self._heads(heads, batch),
@@ -289,7 +296,7 @@ class Generator:
             end = None if is_text else self.encoder.end_of_turn()
             return sorted(self._stop_tokens | (set() if end is None else {end}))
         size = self.model.config.vocab_size
-        if isinstance(stop, str):
+        if not isinstance(stop, Sequence) or isinstance(stop, str):
             raise ValueError(f"stop={stop!r}: accepted is a list of token ids and of strings that are one token")
         tokens = []
         for item in stop:
@@ -311,20 +318,27 @@ class Generator:
             if heads not in ("full", "sparse"):
                 raise ValueError(f'heads={heads!r}: accepted are "full", "sparse", an array and None')
             return np.full((layers, batch, kv_heads), heads == "full", np.float32)
-        plan = np.asarray(heads)
+        try:
+            plan = np.asarray(heads, np.float32)
+        except (TypeError, ValueError):
+            raise ValueError(f"heads={heads!r}: accepted are 0 and 1 of shape ({layers}, {kv_heads}) or ({batch}, ...)") from None
         if plan.shape not in ((layers, kv_heads), (batch, layers, kv_heads)) or not np.isin(plan, (0, 1)).all():
             accepted = f"0 and 1 of shape ({layers}, {kv_heads}) or ({batch}, {layers}, {kv_heads})"
             raise ValueError(f"heads has shape {plan.shape}, values {np.unique(plan)[:4].tolist()}: accepted are {accepted}")
         plan = np.broadcast_to(plan, (batch, layers, kv_heads))
         return np.moveaxis(plan, 1, 0).astype(np.float32)
 
-    def check_length(self, prompt_tokens: Sequence[int], max_new_tokens: int) -> None:
-        """ValueError where a prompt and its continuation are longer than the model's positions; says what factor would do."""
+    def check_length(self, prompt_tokens: Sequence[int], max_new_tokens: int, name: str = "prompts[{}]") -> None:
+        """ValueError where a prompt and its continuation are longer than the model's positions; says what factor would do.
+
+        Args:
+          name: of what is too long, {} its index.
+        """
         config, (index, longest) = self.model.config, max(enumerate(prompt_tokens), key=lambda item: item[1])
         if (total := longest + max_new_tokens) > config.max_positions:
             factor = -(-total // (config.rope.original_max_positions or config.max_positions))
             raise ValueError(
-                f"prompts[{index}] has {longest} tokens, with max_new_tokens={max_new_tokens} {total}: the model has "
+                f"{name.format(index)} has {longest} tokens, with max_new_tokens={max_new_tokens} {total}: the model has "
                 f"{config.max_positions} positions; loaded with yarn_factor={factor} (RoPE scaled by that factor) it would have enough"
             )
 
@@ -334,7 +348,9 @@ class Generator:
         config, sparsity = self.model.config, self.model.sparsity
         capacity = np.array(prompt_tokens) + request.max_new_tokens
         pool = self._pool
-        if pool is None:
+        if pool is not None:
+            pool.recover()
+        else:
             shape = (config.num_layers, len(capacity), config.num_kv_heads)
             ring = np.zeros(shape, bool) if request.heads is None else keeps_ring(request.heads, sparsity)
             needed = int(pages_needed(capacity[:, None], ring, sparsity).sum())
@@ -346,9 +362,10 @@ class Generator:
 
     def make_room(self, cache: PagedCache, capacity: Sequence[int], ring: np.ndarray) -> None:
         """Before `cache.change` with these arguments: a pool of the cache's own grows to what it needs."""
-        missing = cache.missing(capacity, ring) - cache.pool.num_free
-        if cache.pool is not self._pool and missing > 0:
-            cache.pool.grow(missing)
+        pool = cache.pool
+        missing = cache.missing(capacity, ring) - pool.num_free
+        if pool is not self._pool and missing > 0:
+            pool.grow(bucket(pool.num_pages + missing, 1, per_octave=_POOL_SIZES) - pool.num_pages)
 
     def _new_pool(self, pages: int) -> PagePool:
         return PagePool(pages, self.model.sparsity.block_size, self.model.config.head_dim, self._dtype)
@@ -371,7 +388,6 @@ class Generator:
         """Goes on from the logits f32[B, V] after what the cache holds; `is_full` bool[L, B, K] and `esr` are for the results."""
         prompt_tokens, batch = cache.lengths.copy(), len(cache.lengths)
         stops, streams = request.stops, [TextStream(self.tokenizer) for _ in cache.lengths]
-        texts: list[list[str]] = [[] for _ in streams]
         tokens: list[list[int]] = [[] for _ in streams]
         done = np.zeros(batch, bool)
 
@@ -383,10 +399,11 @@ class Generator:
                 fresh = new[row, : ends[0] + 1 if ends.size else None].tolist()
                 tokens[row] += fresh
                 last = done[row] or len(tokens[row]) == request.max_new_tokens
+                if request.on_text is None:
+                    continue
                 # The stop token is no part of the text, even where it is no special one.
                 piece = streams[row].push(fresh[:-1] if done[row] else fresh) + (streams[row].flush() if last else "")
-                texts[row].append(piece)
-                if request.on_text is not None and piece:
+                if piece:
                     request.on_text(int(row), piece)
 
         state = first_token(logits, prompt_tokens.astype(np.int32), request.sampling, stops)
@@ -406,7 +423,7 @@ class Generator:
         return Generation(
             completions=[
                 Completion(
-                    text="".join(texts[row]),
+                    text=decode_text(self.tokenizer, tokens[row][:-1] if done[row] else tokens[row]),
                     tokens=np.array(tokens[row], np.int32),
                     prompt_tokens=int(prompt_tokens[row]),
                     finish_reason="stop" if done[row] else "length",
@@ -421,6 +438,7 @@ class Generator:
                 steps=made - 1,
                 cache_pages=cache.num_pages,
                 cache_mib=cache.num_pages * self._page_bytes / 2**20,
+                pool_mib=cache.pool.num_pages * self._page_bytes / 2**20,
                 dense_cache_mib=int(dense) * self._page_bytes / 2**20,
             ),
         )
@@ -471,28 +489,26 @@ def load_generator(
       FileNotFoundError: nothing usable at `source`.
       ValueError: a damaged file, an unsupported model, or a router that is not one of this model.
     """
-    run = None if router is None else RunDirectory(router)
-    router_config = RouterConfig()
-    if run is not None:
-        settings = run.settings()
-        trained, router_config = run_configs(settings)
-        sparsity = trained if sparsity is None else sparsity
-        yarn_factor = settings["yarn_factor"] if yarn_factor is None else yarn_factor
-    if dtype is None:
-        dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
-    loaded = load_model(source, dtype=jnp.dtype(dtype), revision=revision)
-    if yarn_factor is not None:
-        loaded.decoder.config = loaded.config.with_yarn(yarn_factor)
-    model, backbone = ElasticModel.create(
-        loaded.decoder,
-        loaded.decoder.config,
-        sparsity=SparsityConfig() if sparsity is None else sparsity,
-        router=router_config,
-        implementation=implementation,
-    )
-    routers = None
-    if run is not None:
-        with run:
-            routers = load_router(run, model)
+    with contextlib.ExitStack() as stack:
+        run = None if router is None else stack.enter_context(RunDirectory(router))
+        router_config = RouterConfig()
+        if run is not None:
+            settings = run.settings()
+            trained, router_config = run_configs(settings)
+            sparsity = trained if sparsity is None else sparsity
+            yarn_factor = settings["yarn_factor"] if yarn_factor is None else yarn_factor
+        if dtype is None:
+            dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
+        decoder = load_model(source, dtype=jnp.dtype(dtype), revision=revision).decoder
+        if yarn_factor is not None:
+            decoder.config = decoder.config.with_yarn(yarn_factor)
+        model, backbone = ElasticModel.create(
+            decoder,
+            decoder.config,
+            sparsity=SparsityConfig() if sparsity is None else sparsity,
+            router=router_config,
+            implementation=implementation,
+        )
+        routers = None if run is None else load_router(run, model)
     tokenizer, stop_tokens = load_tokenizer(source, revision=revision), load_stop_tokens(source, revision=revision)
-    return Generator(model, backbone, routers, tokenizer, stop_tokens=stop_tokens, cache_gib=cache_gib)
+    return Generator(model, split_layers(backbone, free=True), routers, tokenizer, stop_tokens=stop_tokens, cache_gib=cache_gib)

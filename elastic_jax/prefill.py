@@ -76,8 +76,7 @@ def prefill(
     assert (lengths >= 1).all()
     assert (lengths <= cache.capacity).all()
     if heads is not None:  # nothing runs where the pool is too small
-        for layer, decision in enumerate(heads):
-            cache.allocate(layer, keeps_ring(decision, model.sparsity))
+        cache.change(cache.capacity.tolist(), keeps_ring(heads, model.sparsity))
     tokens = np.zeros((len(prompts), bucket(max(_SHORTEST, int(lengths.max())), model.sparsity.block_size)), np.int32)
     for row, prompt in zip(tokens, prompts):
         row[: len(prompt)] = prompt
@@ -94,7 +93,8 @@ def prefill(
         pruned.append(esr)
         if heads is None:
             cache.allocate(layer, keeps_ring(decisions[-1].is_full[:, 0], model.sparsity))
-        pool.pages = _write(pool.pages, cache.layer(layer), k, v, lengths)
+        tables = cache.layer(layer)
+        pool.pages = _write(pool.lend(), tables, k, v, lengths)
         del q, k, v
     cache.lengths[:] = lengths
     return Prefilled(

@@ -27,6 +27,7 @@ from absl import app, flags, logging
 from tqdm import tqdm
 
 from elastic_jax.checkpoints import RunDirectory, load_router
+from elastic_jax.elastic import split_layers
 from elastic_jax.generate import Completion, Generator, Timings
 from elastic_jax.weights.load import load_stop_tokens, load_tokenizer
 from experiments.common import (
@@ -105,7 +106,8 @@ def _load(values: flags.FlagValues) -> tuple[Generator, dict[str, Any]]:
         router = None if run is None else load_router(run, model)
         settings |= {"router": None if run is None else [str(run.path), run.latest_step]}
     stop_tokens = load_stop_tokens(source)
-    return Generator(model, backbone, router, load_tokenizer(source), stop_tokens=stop_tokens, cache_gib=values.cache_gib), settings
+    backbones = split_layers(backbone, free=True)
+    return Generator(model, backbones, router, load_tokenizer(source), stop_tokens=stop_tokens, cache_gib=values.cache_gib), settings
 
 
 class CompileTime:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from elastic_jax import decoding
 from elastic_jax.checkpoints import RunDirectory
-from elastic_jax.elastic import ElasticModel
+from elastic_jax.elastic import ElasticModel, split_layers
 from elastic_jax.generate import Generator
 from elastic_jax.models.decoder import Decoder
 from elastic_jax.text_stream import TextStream
@@ -53,7 +54,7 @@ TOKENIZER = byte_tokenizer()
 @functools.cache
 def generator(router=True, setting="fa_ssa", cache_gib=POOL_GIB, stop_tokens=()):
     model, backbone, routers = lively_model(changes={"vocab_size": VOCABULARY}, sparsity=dataclasses.replace(SPARSITY, setting=setting))
-    return Generator(model, backbone, routers if router else None, TOKENIZER, cache_gib=cache_gib, stop_tokens=stop_tokens)
+    return Generator(model, split_layers(backbone), routers if router else None, TOKENIZER, cache_gib=cache_gib, stop_tokens=stop_tokens)
 
 
 def user(text):
@@ -131,13 +132,22 @@ def test_stop_tokens():
     model = generator()
     free = model.generate([LONG, "b"], max_new_tokens=NEW, stop=[]).completions
     token, at = stop_after(free[0], 4)
-    for stop in ([token], [EOS, token], [model.tokenizer.convert_ids_to_tokens(token)] if token >= 256 else [token]):
+    for stop in ([token], [EOS, token]):
         stopped, other = model.generate([LONG, "b"], max_new_tokens=NEW, stop=stop).completions
         np.testing.assert_array_equal(stopped.tokens, free[0].tokens[: at + 1])
         assert stopped.finish_reason == "stop"
         assert stopped.text == model.tokenizer.decode(free[0].tokens[:at], skip_special_tokens=True)
-        if token not in free[1].tokens:
-            np.testing.assert_array_equal(other.tokens, free[1].tokens)
+        assert token not in free[1].tokens
+        np.testing.assert_array_equal(other.tokens, free[1].tokens)
+
+
+def test_a_stop_given_as_text_ends_a_text():
+    model = generator()
+    free = model.generate([LONG], max_new_tokens=NEW, stop=[], temperature=1.0).completions[0]
+    at = next(i for i, token in enumerate(free.tokens) if 32 < token < 127 and token not in free.tokens[:i])
+    stopped = model.generate([LONG], max_new_tokens=NEW, stop=[chr(free.tokens[at])], temperature=1.0).completions[0]
+    np.testing.assert_array_equal(stopped.tokens, free.tokens[: at + 1])
+    assert stopped.finish_reason == "stop"
 
 
 def test_default_stop_tokens():
@@ -167,6 +177,46 @@ def test_pieces_of_a_stream_are_whole_characters(text, cuts, special):
     assert "".join(pieces) + stream.flush() == whole
     if isinstance(text, str):
         assert whole == text
+
+
+def byte_fallback_tokenizer():
+    """As Llama 2's: bytes are tokens, and what decodes them checks the bytes that follow each other as a whole."""
+    tokenizer = Tokenizer(models.BPE({f"<0x{byte:02X}>": byte for byte in range(256)}, [], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+FALLBACK = byte_fallback_tokenizer()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text("abcé漢字😀", min_size=1, max_size=60), st.integers(1, 128))
+def test_pieces_of_a_stream_with_byte_fallback(text, at_once):
+    tokens = list(text.encode("utf-8"))
+    stream = TextStream(FALLBACK)
+    pieces = [stream.push(tokens[i : i + at_once]) for i in range(0, len(tokens), at_once)]
+    assert "".join([*pieces, stream.flush()]) == text
+
+
+def test_a_call_that_fails_with_the_pages_loses_them_for_all(monkeypatch):
+    model = generator(cache_gib=POOL_GIB)
+    texts = lambda: [c.text for c in model.generate(["a", LONG], max_new_tokens=NEW).completions]
+    expected = texts()
+    with model.chat(reroute=False) as chat:
+        chat.send("x", max_new_tokens=4)
+
+        def fail(model, backbones, pages, *rest):
+            jax.tree.map(lambda x: x.delete(), pages)
+            raise RuntimeError("out of memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(decoding, "_run", fail)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                model.generate(["a"], max_new_tokens=NEW)
+        assert texts() == expected
+        with pytest.raises(ValueError, match="the pages of this cache were lost"):
+            chat.send("y", max_new_tokens=4)
+    assert model._pool.num_free == model._pool.num_pages
 
 
 def test_streamed_text_is_the_text():
@@ -329,10 +379,10 @@ def test_refuses_what_the_model_lacks():
     with pytest.raises(ValueError, match="this model has no router, so a plan must be given"):
         generator(router=False).generate(["x"], max_new_tokens=2)
     assert generator(router=False).generate([LONG], max_new_tokens=NEW, heads="full").completions[0].msr == 0
-    with pytest.raises(ValueError, match="cache_gib=1e-09: at least one page"):
+    with pytest.raises(ValueError, match="cache_gib=1e-09: accepted are numbers from 1.91e-06, the GiB of one page"):
         generator(cache_gib=1e-9)
     model, backbone, routers = lively_model(changes={"vocab_size": VOCABULARY}, sparsity=SPARSITY)
-    model = Generator(model, backbone, routers, PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer))
+    model = Generator(model, split_layers(backbone), routers, PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer))
     with pytest.raises(ValueError, match="has no chat_template"):
         model.generate([user("x")], max_new_tokens=2)
 
@@ -358,7 +408,7 @@ def test_from_a_folder_with_the_router_of_a_run(tmp_path):
     assert loaded.model.sparsity == sparsity
     assert loaded._stop_tokens == {3, 4, EOS}
     jax.tree.map(np.testing.assert_array_equal, loaded.router, state.trainable["router"])
-    by_hand = Generator(model, backbone, state.trainable["router"], TOKENIZER, stop_tokens=[3, 4], cache_gib=POOL_GIB)
+    by_hand = Generator(model, split_layers(backbone), state.trainable["router"], TOKENIZER, stop_tokens=[3, 4], cache_gib=POOL_GIB)
     prompts = [user(LONG), "b"]
     for one, two in zip(*(m.generate(prompts, max_new_tokens=NEW).completions for m in (loaded, by_hand))):
         np.testing.assert_array_equal(one.tokens, two.tokens)

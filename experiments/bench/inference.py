@@ -24,7 +24,7 @@ from flax import nnx
 from elastic_jax.cache import PagedCache, Pages, keeps_ring, pages_needed
 from elastic_jax.checkpoints import run_configs
 from elastic_jax.decoding import DecodeState, first_token, generate_tokens
-from elastic_jax.elastic import Arrays, ElasticModel
+from elastic_jax.elastic import Arrays, ElasticModel, split_layers
 from elastic_jax.generate import Generator
 from elastic_jax.models.config import PRESETS, ModelConfig
 from elastic_jax.models.decoder import Decoder
@@ -236,7 +236,7 @@ class DecodeCall(_Ours):
         self._cache = self.open_cache()
         for layer, heads in enumerate(self.request.heads):
             self._cache.allocate(layer, keeps_ring(heads, generator.model.sparsity))
-        self._cache.pool.pages = _random_pages(self._cache.pool.pages)
+        self._cache.pool.pages = _random_pages(self._cache.pool.lend())
         self.note(self._cache, self.request.heads)
         token, done = jnp.zeros(case.batch, jnp.int32), jnp.zeros(case.batch, bool)
         self._state = DecodeState(token=token, position=jnp.full(case.batch, case.tokens, jnp.int32), done=done)
@@ -313,7 +313,7 @@ def make_generator(settings: dict[str, Any], tokens: int) -> Generator:
         options = {"sparsity": sparsity, "router": router, "implementation": settings["implementation"]}
         model, backbone = random_model(config, settings["dtype"], **options)
     no_tokenizer = cast(Any, SimpleNamespace(eos_token_id=None))
-    return Generator(model, backbone, model.init_router(jax.random.key(0)), no_tokenizer)
+    return Generator(model, split_layers(backbone, free=True), model.init_router(jax.random.key(0)), no_tokenizer)
 
 
 def random_model(config: ModelConfig, dtype: str, **options: Any) -> tuple[ElasticModel, Arrays]:
