@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from elastic_jax.cache import bucket
-from elastic_jax.evaluation import metrics, metrics_ruler
+from elastic_jax.evaluation.metrics import METRICS, Metric
 from elastic_jax.evaluation.prompts import SamplePrompt, encode_sample
 from elastic_jax.evaluation.results import Record, ResultsFolder
 from elastic_jax.evaluation.samples import Sample
@@ -113,11 +113,10 @@ def run_samples(generator: Generator, samples: Iterable[Sample], results: Result
             progress.update(sum(item.tokens for item in batch))
 
 
-def _metric(sample: Sample) -> metrics.Metric:
-    known = metrics.METRICS | metrics_ruler.METRICS
-    if sample.metric not in known:
-        raise ValueError(f"sample {sample.id!r}: metric {sample.metric!r} is unknown: accepted are {', '.join(sorted(known))}")
-    return known[sample.metric]
+def _metric(sample: Sample) -> Metric:
+    if sample.metric not in METRICS:
+        raise ValueError(f"sample {sample.id!r}: metric {sample.metric!r} is unknown: accepted are {', '.join(sorted(METRICS))}")
+    return METRICS[sample.metric]
 
 
 def _batches(items: Sequence[_Item], config: RunConfig) -> Iterator[list[_Item]]:
