@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,13 @@ _STREAM_STEPS = 8  # steps between two pieces of streamed text
 _USABLE = 0.8  # of the device's free memory, for a pool that has no size of its own; the rest is for activations
 _POOL_SIZES = 8  # per octave, of pools of a call's own: few shapes to compile, at most a ninth wasted
 _ROLES = ("system", "user", "assistant")
+
+
+class EncodedPrompt(NamedTuple):
+    """A prompt in tokens. tokens: i32[n]. user_turn: first token and end (exclusive) of what the router pools."""
+
+    tokens: np.ndarray
+    user_turn: tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,7 +172,7 @@ class Generator:
 
     def generate(
         self,
-        prompts: Sequence[str | Chat],
+        prompts: Sequence[str | Chat | EncodedPrompt],
         *,
         max_new_tokens: int,
         temperature: float = 0.0,
@@ -184,8 +191,8 @@ class Generator:
 
         Args:
           prompts: texts, which are taken as they are, or chats: lists of {"role", "content"} that end with the user's message, which
-            the tokenizer's chat template writes (thinking off, as in training). The router pools keys of the whole text, of a chat up
-            to the assistant's header.
+            the tokenizer's chat template writes (thinking off, as in training), or encoded prompts, which count as chats. The router
+            pools keys of the whole text, of a chat up to the assistant's header.
           max_new_tokens: at most as many tokens each.
           temperature: 0 takes the best token; otherwise logits are divided by it.
           top_k, top_p: only the k best tokens (0: all); of these the fewest that hold this probability.
@@ -228,24 +235,31 @@ class Generator:
 
         return Conversation(self, system=system, reroute=reroute)
 
-    def encode(self, prompts: Sequence[str | Chat]) -> list[tuple[np.ndarray, tuple[int, int]]]:
-        """Tokens i32[n] and the router's range of each prompt; arguments and errors as in `generate`."""
+    def encode(self, prompts: Sequence[str | Chat | EncodedPrompt]) -> list[EncodedPrompt]:
+        """Tokens and the router's range of each prompt; arguments and errors as in `generate`."""
         if isinstance(prompts, str) or not len(prompts) or isinstance(prompts[0], dict):
             raise ValueError(f"prompts={prompts!r}: accepted is a list of texts and chats, at least one")
         encoded = []
         for index, prompt in enumerate(prompts):
-            if isinstance(prompt, str):
+            if isinstance(prompt, EncodedPrompt):
+                tokens, (user_start, user_end) = prompt
+                if not 0 <= user_start < user_end <= tokens.size:
+                    raise ValueError(
+                        f"prompts[{index}] has user_turn={prompt.user_turn}: a range within its {tokens.size} tokens is needed"
+                    )
+            elif isinstance(prompt, str):
                 ids: Any = self.tokenizer(prompt, verbose=False)["input_ids"] if prompt else []
                 tokens = np.array(ids, np.int32)
-                user_end = tokens.size
+                user_start, user_end = 0, tokens.size
             else:
                 check_chat(f"prompts[{index}]", prompt)
                 tokens, user_end = self.encoder.encode_prompt(list(prompt))
+                user_start = 0
             if not tokens.size:
                 raise ValueError(f"prompts[{index}]={prompt!r} is empty: at least one token is needed")
             if tokens.max() >= self.model.config.vocab_size:
                 raise ValueError(f"prompts[{index}] has token {tokens.max()}: the model's are 0 to {self.model.config.vocab_size - 1}")
-            encoded.append((tokens, (0, user_end)))
+            encoded.append(EncodedPrompt(tokens, (user_start, user_end)))
         return encoded
 
     def request(
@@ -291,10 +305,14 @@ class Generator:
             on_text=on_text,
         )
 
+    def default_stops(self, is_text: bool) -> list[int]:
+        """Tokens that end a text or (False) the answer of a chat where a call names none."""
+        end = None if is_text else self.encoder.end_of_turn()
+        return sorted(self._stop_tokens | (set() if end is None else {end}))
+
     def _stops(self, stop: Sequence[int | str] | None, is_text: bool) -> list[int]:
         if stop is None:
-            end = None if is_text else self.encoder.end_of_turn()
-            return sorted(self._stop_tokens | (set() if end is None else {end}))
+            return self.default_stops(is_text)
         size = self.model.config.vocab_size
         if not isinstance(stop, Sequence) or isinstance(stop, str):
             raise ValueError(f"stop={stop!r}: accepted is a list of token ids and of strings that are one token")

@@ -1,6 +1,10 @@
-"""Evaluates a trained run: `--suite=heldout` compares its router with full, all-sparse and random routing on held-out documents.
+"""Evaluates a trained run, or any model on a benchmark.
+
+`--suite=heldout` compares a run's router with full, all-sparse and random routing on held-out documents; the others run a benchmark.
 
 python -m experiments.evaluate --suite=heldout --out=runs/smollm2
+python -m experiments.evaluate --suite=ruler --preset=smoke --router=runs/smollm2 --out=runs/ruler
+python -m experiments.evaluate --suite=ruler --preset=smoke --heads=full --out=runs/ruler_full
 """
 
 from __future__ import annotations
@@ -17,8 +21,16 @@ from elastic_jax.checkpoints import RunDirectory
 from elastic_jax.data.packing import fill_pack
 from elastic_jax.evaluation.heldout import HeldoutScorer, evaluate_heldout, heldout_batches, report_table
 from elastic_jax.trainer import data_mesh, init_state
-from experiments.common import errors_in_one_line, load_elastic_model, load_run_documents, use_compilation_cache
+from experiments.common import (
+    MODEL_FLAGS,
+    define_model_flags,
+    errors_in_one_line,
+    load_elastic_model,
+    load_run_documents,
+    use_compilation_cache,
+)
 from experiments.figures import plot_heads
+from experiments.suites import SUITES, define_suite_flags, run_suite
 from experiments.train import train_config
 
 
@@ -71,15 +83,24 @@ def main(argv: list[str]) -> None:
     use_compilation_cache()
     values = flags.FLAGS
     with errors_in_one_line():
-        _heldout(values.out, values.rows, values.random_seeds, values.batch_size, values.seed, values.logit_bias)
+        if values.suite == "heldout":
+            if given := [name for name in MODEL_FLAGS if values[name].present]:
+                raise ValueError(f"--{given[0]}: held-out documents are scored with the model of the run in --out")
+            out, batch_size = values.out or "runs/train", values.batch_size or 1
+            _heldout(out, values.rows, values.random_seeds, batch_size, values.seed, values.logit_bias)
+        else:
+            out, batch_size = values.out or f"runs/{values.suite}", values.batch_size or 8
+            run_suite(values.suite, out, batch_size=batch_size, seed=values.seed, logit_bias=values.logit_bias)
 
 
 if __name__ == "__main__":
-    flags.DEFINE_enum("suite", "heldout", ["heldout"], "What to evaluate.")
-    flags.DEFINE_string("out", "runs/train", "The run's folder.")
-    flags.DEFINE_integer("rows", 40, "Documents of each class.", lower_bound=1)
-    flags.DEFINE_integer("random_seeds", 5, "Draws of random routing.", lower_bound=1)
-    flags.DEFINE_integer("batch_size", 1, "Documents per forward pass.", lower_bound=1)
-    flags.DEFINE_integer("seed", 0, "Of the random routing.", lower_bound=0)
+    flags.DEFINE_enum("suite", "heldout", ["heldout", *SUITES], "What to evaluate.")
+    flags.DEFINE_string("out", None, "Held-out: the run's folder (default: runs/train); else where the results go (runs/SUITE).")
+    flags.DEFINE_integer("rows", 40, "Held-out: documents of each class.", lower_bound=1)
+    flags.DEFINE_integer("random_seeds", 5, "Held-out: draws of random routing.", lower_bound=1)
+    flags.DEFINE_integer("batch_size", None, "Documents or prompts per forward pass (default: 1 held-out, else 8).", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "Of random routing, or of answers that are drawn.", lower_bound=0)
     flags.DEFINE_float("logit_bias", 0.0, "Added to every head's logit for full attention: moves the sparsity without retraining.")
+    define_model_flags()
+    define_suite_flags()
     app.run(main)

@@ -1,4 +1,4 @@
-"""Plots of a run: the four panels of the paper's Fig. 13, and the head-by-layer heatmaps of its Fig. 6.
+"""Plots of a run: the four panels of the paper's Fig. 13, and the head-by-layer heatmaps of its Fig. 6; of a benchmark: its Fig. 8.
 
 python -m experiments.figures --out=runs/demo
 """
@@ -76,6 +76,31 @@ def plot_heads(run: Path, report: dict[str, Any]) -> Path:
     axes[0, 0].set_ylabel("layer")
     figure.colorbar(image, ax=axes, label="share of documents with full attention")
     path = run / "heads.png"
+    figure.savefig(path, dpi=110)
+    return path
+
+
+def plot_lengths(out: Path, report: dict[str, Any]) -> Path:
+    """Writes `lengths.png` from `suite_report`: performance, speed-up where there is one, and sparsity against the length (Fig. 8)."""
+    cells, speedup = report["cells"]["lengths"], report.get("speedup", {"lengths": {}})["lengths"]
+    names = list(cells)
+    series = lambda name: np.array([cells[length][name] for length in names], float)
+    figure, axes = _axes(1, 3 if speedup else 2, (11 if speedup else 8, 3.5))
+    performance, sparsity = axes[0, 0], axes[0, -1]
+    mean = series("mean")
+    performance.errorbar(names, mean, np.abs(np.stack([series("low"), series("high")]) - mean), marker="o", capsize=3)
+    performance.set(title="performance, 95 % intervals", ylabel="%")
+    if speedup:
+        axes[0, 1].plot(names, [speedup.get(length, {}).get("speedup", np.nan) for length in names], marker="o")
+        axes[0, 1].axhline(1, color="gray", linewidth=0.8)
+        axes[0, 1].set(title="speed-up of prefill")
+    for name, label in (("msr", "Ω_MSR"), ("esr", "Ω_ESR")):
+        sparsity.plot(names, series(name), marker="o", label=label)
+    sparsity.set(title="sparsity", ylim=(-0.02, 1.02))
+    sparsity.legend(fontsize=8)
+    for axis in axes[0]:
+        axis.set_xlabel("length")
+    path = out / "lengths.png"
     figure.savefig(path, dpi=110)
     return path
 

@@ -121,6 +121,24 @@ class ChatEncoder:
         parts = self._prompt_parts(asked, prompt)
         return np.concatenate(parts), parts[0].size
 
+    def text_range(self, messages: list[dict[str, str]]) -> tuple[int, int]:
+        """First token and end (exclusive) in `encode_prompt` of what holds only text of the last message, nothing of the template.
+
+        Raises:
+          ValueError: the chat template changes the text by more than trimming it.
+        """
+        asked, text = self._render(messages), messages[-1]["content"]
+        start = asked.rfind(text)
+        if start < 0:
+            text = text.strip()
+            start = asked.rfind(text)
+        if start < 0:
+            raise ValueError("the chat template changes the text of a message, so that its tokens cannot be told from the template's")
+        # Offsets count characters of the text as it was before any normalisation; encode_batch_fast has none.
+        offsets = np.array(self._backend.encode_batch([asked], add_special_tokens=False)[0].offsets)
+        (inside,) = np.nonzero((offsets[:, 0] >= start) & (offsets[:, 1] <= start + len(text)))
+        return (int(inside[0]), int(inside[-1]) + 1) if inside.size else (0, 0)
+
     def _prompt_parts(self, asked: str, prompt: str) -> list[np.ndarray]:
         return [self.ids(asked), self.ids(prompt[len(asked) :])]
 

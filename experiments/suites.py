@@ -1,0 +1,264 @@
+"""Benchmarks on any model and setting: answers as JSON lines, one per sample, then the tables and the plot of `report.md`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+
+from elastic_jax.checkpoints import RunDirectory, load_router
+from elastic_jax.elastic import Arrays
+from elastic_jax.evaluation.paper import MODELS, PAPER
+from elastic_jax.evaluation.results import ResultsFolder, read_run
+from elastic_jax.evaluation.runner import RunConfig, run_samples
+from elastic_jax.evaluation.samples import Sample
+from elastic_jax.evaluation.suite_report import markdown, suite_report
+from elastic_jax.evaluation.suites import longbench_e, longbench_v2, longhealth, mathematics, ruler
+from elastic_jax.generate import Generator
+from elastic_jax.weights.load import load_stop_tokens, load_tokenizer
+from experiments.common import MODEL_FLAGS, load_elastic_model, model_settings
+from experiments.figures import plot_lengths
+
+_HUB = {"longbench_e": "zai-org/LongBench", "longbench_v2": "zai-org/LongBench-v2"}
+_MATH_HUB = {"gsm8k": "openai/gsm8k", "math": "HuggingFaceH4/MATH-500", "aime24": "HuggingFaceH4/aime_2024"}
+_NOT_THE_RUNS = ("dtype", "implementation")  # model flags that belong to the machine
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Selection:
+    """Which samples, and how long they may be: flags, or what a preset says. None: as the suite has it."""
+
+    data: str | None
+    tasks: Sequence[str] | None
+    samples: int | None
+    lengths: Sequence[int] | None = None
+    max_prompt_tokens: int | None = None
+    max_new_tokens: int | None = None
+
+
+_PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "smoke": {
+        "ruler": {"lengths": [1280, 2304], "samples": 1, "tasks": ["niah_single_2", "niah_multikey_3", "fwe", "qa_1"]},
+        "longbench_e": {"samples": 1, "max_prompt_tokens": 1024, "max_new_tokens": 32},
+        "longbench_v2": {"samples": 4, "max_prompt_tokens": 1024, "max_new_tokens": 32},
+        "math": {"samples": 2, "max_new_tokens": 64},
+        "longhealth": {"samples": 1, "max_prompt_tokens": 1024, "max_new_tokens": 32},
+    },
+    # The paper's folders say 128k; the lengths and samples of RULER are its Table 9.
+    "paper": {
+        "ruler": {"lengths": ruler.PAPER_LENGTHS, "samples": ruler.PAPER_SAMPLES},
+        "longbench_e": {"max_prompt_tokens": 128_000},
+        "longbench_v2": {"max_prompt_tokens": 128_000},
+        "math": {},
+        "longhealth": {},
+    },
+}
+SUITES = tuple(_PRESETS["paper"])
+
+
+def define_suite_flags() -> None:
+    """Flags of the benchmarks, beside the model's."""
+    flags.DEFINE_string("router", None, "Folder of a training run: its routers decide, and its model flags hold where none are given.")
+    flags.DEFINE_string("heads", None, "Instead of a router: full, sparse, or a .npy file of 0 (sparse) and 1 (full), [layers, KV heads].")
+    flags.DEFINE_enum("preset", "paper", list(_PRESETS), "Samples and lengths: the paper's, or a few that a CPU answers in minutes.")
+    flags.DEFINE_string("data", None, "The benchmark's folder, file or hub id (default: its hub id; RULER: the fetched texts).")
+    flags.DEFINE_list("tasks", None, "Tasks of the suite (default: all; RULER: the paper's 11).")
+    flags.DEFINE_list("lengths", None, "RULER's lengths in tokens.")
+    flags.DEFINE_integer("samples", None, "Samples of each task (and length); LongHealth: questions.", lower_bound=1)
+    flags.DEFINE_integer("max_prompt_tokens", None, "Longer prompts lose the middle of the user's text.", lower_bound=1)
+    flags.DEFINE_integer("max_new_tokens", None, "Longest answer, instead of the task's own.", lower_bound=1)
+    flags.DEFINE_integer("batch_tokens", 65_536, "Most padded prompt tokens of a batch, though at least one prompt.", lower_bound=1)
+    flags.DEFINE_float("cache_gib", None, "Memory of the KV cache (default: what a batch needs).")
+    flags.DEFINE_float("temperature", 0.0, "0 is greedy.", lower_bound=0.0)
+    flags.DEFINE_float("top_p", 1.0, "Of the draws at a temperature above 0.")
+    flags.DEFINE_integer("repeats", 1, "Math: answers to each problem, drawn with seeds of their own.", lower_bound=1)
+    flags.DEFINE_enum("ruler_prefix", "assistant", ["assistant", "user"], "RULER's answer prefix: after the header (NVIDIA), or as LOOM.")
+    flags.DEFINE_string("prompts", None, "LongBench-E: the benchmark's own dataset2prompt.json instead of the re-worded prompts.")
+    flags.DEFINE_enum("compare", None, MODELS, "Puts the paper's rows for this model into the table.")
+    flags.DEFINE_string("against", None, "Another --out of the suite: paired differences on common samples.")
+    flags.DEFINE_string("baseline", None, "Another --out of the suite, such as --heads=full: speed-up of prefill.")
+    flags.DEFINE_boolean("report_only", False, "Runs nothing: writes the report of what --out has.")
+
+
+def run_suite(suite: str, out: str, *, batch_size: int, seed: int, logit_bias: float) -> None:
+    """Answers what --out has no answers of yet, and writes its report."""
+    values, started = flags.FLAGS, time.perf_counter()
+    if values.compare is not None and suite not in PAPER:
+        raise ValueError(f"--compare: the paper has no numbers of {suite}, accepted are {', '.join(PAPER)}")
+    for other in filter(None, (values.against, values.baseline)):
+        if (theirs := read_run(other)["settings"]["suite"]) != suite:
+            raise ValueError(f"{other} has results of {theirs}, not of {suite}")
+    if not values.report_only:
+        _answer(suite, out, batch_size, seed, logit_bias)
+    report = suite_report(out, compare=values.compare, against=values.against, baseline=values.baseline)
+    text = markdown(report)
+    Path(out, "report.json").write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
+    Path(out, "report.md").write_text(text)
+    plots = [plot_lengths(Path(out), report).name] if report["cells"]["lengths"] else []
+    print(f"\n{text}\n{time.perf_counter() - started:.0f} s; wrote {Path(out) / 'report.md'}, {', '.join(['report.json', *plots])}")
+
+
+def _answer(suite: str, out: str, batch_size: int, seed: int, logit_bias: float) -> None:
+    values, selection = flags.FLAGS, _selection(suite)
+    generator, settings, source = _load_generator(values.router, values.heads, values.cache_gib)
+    heads = _heads(values.heads)
+    config = RunConfig(
+        heads=heads,
+        logit_bias=logit_bias,
+        temperature=values.temperature,
+        top_p=values.top_p,
+        max_prompt_tokens=selection.max_prompt_tokens,
+        seed=seed,
+        batch_size=batch_size,
+        batch_tokens=values.batch_tokens,
+    )
+    samples, protocol = _READERS[suite](selection, generator)
+    if selection.max_new_tokens is not None:
+        samples = [dataclasses.replace(sample, max_new_tokens=selection.max_new_tokens) for sample in samples]
+    if not samples:
+        raise ValueError(f"--suite={suite}: no sample is left by --tasks, --lengths and --samples")
+    sampling = {"temperature": values.temperature, "top_p": values.top_p, "seed": seed} if values.temperature else {"temperature": 0.0}
+    settings = {"suite": suite, "protocol": protocol} | settings
+    settings |= {
+        "heads": values.heads if heads is None or isinstance(heads, str) else f"sha256 {_digest(heads)}",
+        "logit_bias": logit_bias,
+        "decoding": sampling,
+        "max_prompt_tokens": selection.max_prompt_tokens,
+        "max_new_tokens": selection.max_new_tokens,
+    }
+    device = jax.devices()[0].device_kind
+    environment = {"source": str(source), "router_run": values.router, "device": device, "jax": jax.__version__, "batch_size": batch_size}
+    with ResultsFolder(out, settings, environment) as results:
+        print(f"{len(samples)} samples; {len(results.records)} answers in {out}")
+        run_samples(generator, samples, results, config)
+
+
+def _selection(suite: str) -> _Selection:
+    values = flags.FLAGS
+    names = [field.name for field in dataclasses.fields(_Selection)]
+    given = {name: values[name].value for name in names if values[name].value is not None}
+    if "lengths" in given:
+        if suite != "ruler":
+            raise ValueError(f"--lengths: {suite} has the lengths of its texts, only ruler's are chosen")
+        if not all(length.isdecimal() for length in given["lengths"]):
+            raise ValueError(f"--lengths={','.join(given['lengths'])}: numbers of tokens are needed, such as 8192,16384")
+        given["lengths"] = [int(length) for length in given["lengths"]]
+    if values.repeats > 1 and (suite != "math" or not values.temperature):
+        raise ValueError(f"--repeats={values.repeats}: only --suite=math draws several answers, with a --temperature above 0")
+    return _Selection(**dict.fromkeys(("data", "tasks", "samples")) | _PRESETS[values.preset][suite] | given)
+
+
+def _load_generator(router: str | None, heads: str | None, cache_gib: float | None) -> tuple[Generator, dict[str, Any], str]:
+    """A generator, what of it decides the answers, and where its weights are."""
+    if (router is None) == (heads is None):
+        raise ValueError("one of --router=RUN (a trained run decides) and --heads=full|sparse|FILE is needed")
+    settings = model_settings()
+    routers: Arrays | None = None
+    if router is None:
+        model, backbone, source = load_elastic_model(settings)
+    else:
+        with RunDirectory(router) as run:
+            trained = run.settings()
+            given = [name for name in MODEL_FLAGS if flags.FLAGS[name].present or name in _NOT_THE_RUNS]
+            settings |= {name: trained[name] for name in MODEL_FLAGS if name not in given}
+            model, backbone, source = load_elastic_model(settings)
+            routers = load_router(run, model)
+            settings |= {"router_step": run.latest_step, "router_sha256": _digest(*jax.tree.leaves(routers))}
+    generator = Generator(model, backbone, routers, load_tokenizer(source), stop_tokens=load_stop_tokens(source), cache_gib=cache_gib)
+    # Where the weights lie does not matter; that they are the same is seen by a row of every array of a layer.
+    rows = [leaf[(0,) * (leaf.ndim - 1)] for leaf in jax.tree.leaves(generator.backbones[0])]
+    return generator, {name: value for name, value in settings.items() if name != "weights"} | {"weights_sha256": _digest(*rows)}, source
+
+
+def _digest(*arrays: Any) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.asarray(array).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _heads(name: str | None) -> Any:
+    if name in (None, "full", "sparse"):
+        return name
+    try:
+        return np.load(name, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise ValueError(f"--heads={name}: accepted are full, sparse and a .npy file that can be read ({error})") from error
+
+
+_Reader = Callable[[_Selection, Generator], tuple[list[Sample], dict[str, Any]]]
+
+
+def _ruler(selection: _Selection, generator: Generator) -> tuple[list[Sample], dict[str, Any]]:
+    lengths, config = list(selection.lengths or ruler.PAPER_LENGTHS), generator.model.config
+    if (longest := max(lengths)) > config.max_positions:
+        factor = -(-longest // (config.rope.original_max_positions or config.max_positions))
+        raise ValueError(
+            f"--lengths has {longest}, the model has {config.max_positions} positions: give shorter ones, or --yarn_factor={factor}"
+        )
+    chat = generator.tokenizer.chat_template is not None
+    samples = ruler.samples(
+        tokenizer=generator.tokenizer,
+        lengths=lengths,
+        tasks=selection.tasks or ruler.PAPER_TASKS,
+        samples_per_task=selection.samples or ruler.PAPER_SAMPLES,
+        texts_folder=selection.data,
+        prefix=flags.FLAGS.ruler_prefix,
+        chat=chat,
+    )
+    return samples, {
+        "prompts": "re-worded",
+        "answer prefix": flags.FLAGS.ruler_prefix if chat else "text",
+        "chat template": chat,
+        "seed": 42,
+    }
+
+
+def _longbench_e(selection: _Selection, generator: Generator) -> tuple[list[Sample], dict[str, Any]]:
+    prompts = flags.FLAGS.prompts
+    samples = longbench_e.samples(selection.data or _HUB["longbench_e"], tasks=selection.tasks, limit=selection.samples, prompts=prompts)
+    return samples, {"prompts": "re-worded" if prompts is None else "dataset2prompt"}
+
+
+def _longbench_v2(selection: _Selection, generator: Generator) -> tuple[list[Sample], dict[str, Any]]:
+    samples = longbench_v2.samples(selection.data or _HUB["longbench_v2"], tasks=selection.tasks, limit=selection.samples)
+    return samples, {"prompts": "re-worded", "reasoning": "none asked for"}
+
+
+def _math(selection: _Selection, generator: Generator) -> tuple[list[Sample], dict[str, Any]]:
+    samples = []
+    for task in selection.tasks or mathematics.TASKS:
+        source: str | Path = selection.data or _MATH_HUB.get(task, task)
+        if selection.data is not None and Path(selection.data, task).is_dir():
+            source = Path(selection.data, task)
+        samples += mathematics.samples(source, benchmark=task, k=flags.FLAGS.repeats, limit=selection.samples)
+    return samples, {"prompts": "own, zero-shot", "thinking": "off"}
+
+
+def _longhealth(selection: _Selection, generator: Generator) -> tuple[list[Sample], dict[str, Any]]:
+    if selection.data is None:
+        raise ValueError("--data is needed: the folder with LongHealth's benchmark_v5.json")
+    room = min(selection.max_prompt_tokens or 16_000, 16_000)
+    count = lambda text: len(generator.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    samples = longhealth.samples(
+        selection.data, tasks=selection.tasks, limit=selection.samples, max_tokens=room, count_tokens=functools.cache(count)
+    )
+    return samples, {"prompts": "re-worded", "documents' tokens": room, "score": "letter", "seed": 0}
+
+
+_READERS: dict[str, _Reader] = {
+    "ruler": _ruler,
+    "longbench_e": _longbench_e,
+    "longbench_v2": _longbench_v2,
+    "math": _math,
+    "longhealth": _longhealth,
+}

@@ -1,0 +1,176 @@
+"""`experiments.evaluate` on every benchmark with a tiny model: results, reports, a kill, comparisons and refusals."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+from flax import nnx
+
+from elastic_jax.checkpoints import RunDirectory
+from elastic_jax.config import SparsityConfig
+from elastic_jax.elastic import ElasticModel
+from elastic_jax.evaluation.results import read_records
+from elastic_jax.models.decoder import Decoder
+from elastic_jax.trainer import TrainConfig, init_state
+from elastic_jax.weights.safetensors import save_safetensors
+from experiments.common import define_model_flags
+from experiments.suites import SUITES, define_suite_flags, run_suite
+from tests.test_generate import LONG, TOKENIZER, VOCABULARY
+from tests.tiny import BLOCK, tiny_config
+
+if "router" not in flags.FLAGS:
+    define_model_flags()
+    define_suite_flags()
+    flags.FLAGS(["tests"])
+SMALL = {"block_size": BLOCK, "sink_tokens": BLOCK, "local_tokens": 2 * BLOCK}
+
+
+def write_lines(file: Path, records):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory):
+    """A tiny model with its tokenizer, a run whose router is untrained, and a few records of each benchmark."""
+    root = tmp_path_factory.mktemp("workshop")
+    config = tiny_config(vocab_size=VOCABULARY, max_positions=4096)
+    decoder = Decoder(config, rngs=nnx.Rngs(params=0), param_dtype=jnp.float32)
+    save_safetensors(decoder, root / "model")
+    TOKENIZER.save_pretrained(root / "model")
+    model, _ = ElasticModel.create(decoder, config, sparsity=SparsityConfig(**SMALL))
+    with RunDirectory(root / "run", keep=1) as run, flagsaver.flagsaver(model=str(root / "model"), dtype="float32", **SMALL):
+        run.claim({name: flags.FLAGS[name].value for name in flags.FLAGS if name in MODEL_NAMES})
+        run.save(init_state(model, TrainConfig(seed=3)))
+    shared = {"context": LONG, "answers": ["More text"], "all_classes": None, "_id": "x", "length": 100}
+    for task in ("qasper", "lcc"):
+        write_lines(root / "longbench_e" / f"{task}_e.jsonl", [shared | {"input": f"{n}?"} for n in range(4)])
+    question = {"_id": "x", "domain": "d", "sub_domain": "s", "length": "short", "question": "Why?", "answer": "B", "context": LONG}
+    question |= {f"choice_{letter}": f"for {letter}" for letter in "ABCD"}
+    (root / "longbench_v2").mkdir()
+    records = [question | {"difficulty": difficulty} for difficulty in ("easy", "hard", "hard")]
+    (root / "longbench_v2" / "data.json").write_text(json.dumps(records))
+    write_lines(root / "math" / "gsm8k" / "test.jsonl", [{"question": f"{n} + 1?", "answer": f"#### {n + 1}"} for n in range(3)])
+    asked = {"No": 0, "question": "Why?", "correct": "so", "answer_location": {"text_0": {}}}
+    asked |= {f"answer_{letter}": "so" if letter == "c" else f"not {letter}" for letter in "abcde"}
+    patients = {f"patient_{n:02}": {"texts": {f"text_{t}": LONG for t in range(2)}, "questions": [asked]} for n in range(2)}
+    (root / "longhealth").mkdir()
+    (root / "longhealth" / "benchmark_v5.json").write_text(json.dumps(patients))
+    return root
+
+
+MODEL_NAMES = ("yarn_factor", "model", "weights", "dtype", "setting", *SMALL, "xattn_stride", "xattn_threshold", "pooling", "router_width")
+MODEL_NAMES += ("implementation",)
+CHANGES = {
+    "ruler": {"tasks": ["niah_single_1"], "lengths": ["1500"], "samples": 2, "max_new_tokens": 4},
+    "longbench_e": {"tasks": ["qasper", "lcc"], "samples": 2, "max_prompt_tokens": 300, "max_new_tokens": 4},
+    "longbench_v2": {"max_prompt_tokens": 300, "max_new_tokens": 4},
+    "math": {"tasks": ["gsm8k"], "repeats": 2, "temperature": 0.7, "max_new_tokens": 4},
+    "longhealth": {"tasks": ["longhealth_1"], "samples": 1, "max_prompt_tokens": 1500, "max_new_tokens": 4},
+}
+
+
+def evaluate(workshop, suite, out, **changes):
+    data = None if suite == "ruler" else str(workshop / suite)
+    options = {"router": str(workshop / "run"), "data": data} | CHANGES[suite] | changes
+    with flagsaver.flagsaver(**options):
+        run_suite(suite, str(out), batch_size=4, seed=0, logit_bias=0.0)
+    return json.loads((out / "report.json").read_text())
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_every_suite_runs_and_reports(workshop, tmp_path, suite, capsys):
+    report = evaluate(workshop, suite, tmp_path)
+    expected = {"ruler": 2, "longbench_e": 4, "longbench_v2": 3, "math": 6, "longhealth": 5}[suite]
+    overall = report["cells"]["overall"]
+    assert overall["answers"] == expected
+    assert overall["n"] == {"math": 3, "longhealth": 1}.get(suite, expected)
+    assert 0 <= overall["low"] <= overall["mean"] <= overall["high"] <= 100
+    assert 0 <= overall["esr"] <= overall["msr"] <= 1
+    assert report["settings"]["block_size"] == BLOCK  # of the run
+    assert report["settings"]["protocol"]["prompts"]
+    text = (tmp_path / "report.md").read_text()
+    assert text in capsys.readouterr().out
+    assert (tmp_path / "lengths.png").exists() == bool(report["cells"]["lengths"])
+    if suite in ("longbench_e", "longbench_v2"):
+        assert overall["cut_prompts"] > 0
+    if suite != "longbench_e":
+        return
+    again = {file.name: file.read_bytes() for file in tmp_path.glob("*.jsonl")}
+    evaluate(workshop, suite, tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.glob("*.jsonl")} == again
+
+
+def command(workshop, out, *options):
+    arguments = [f"--data={workshop / 'longbench_e'}", "--tasks=qasper,lcc", "--max_prompt_tokens=300", "--max_new_tokens=4"]
+    small = [f"--model={workshop / 'model'}", *(f"--{name}={value}" for name, value in SMALL.items())]
+    return [sys.executable, "-m", "experiments.evaluate", "--suite=longbench_e", f"--out={out}", *arguments, *small, *options]
+
+
+def test_a_killed_program_goes_on_and_is_compared(workshop, tmp_path):
+    evaluate(workshop, "longbench_e", tmp_path / "whole", router=None, heads="full", samples=None, model=str(workshop / "model"), **SMALL)
+    out = tmp_path / "killed"
+    arguments = command(workshop, out, "--heads=full", "--batch_size=1", f"--against={tmp_path / 'whole'}", "--compare=qwen3_4b")
+    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while process.poll() is None and not list(out.glob("*.jsonl")):
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    killed = len(read_records(out))
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert f"8 samples; {killed} answers in {out}" in result.stdout
+    assert read_records(out) == read_records(tmp_path / "whole")
+    assert "paired over 8 answers that both have (0 are only here, 0 only there; 0 of the common ones" in result.stdout
+    assert "| overall | 8 | 0.00 [0.0, 0.0] |" in result.stdout
+    assert "| paper: Elastic FA-SSA | 42.20 | 0.66 |" in result.stdout
+    result = subprocess.run([*arguments, "--heads=sparse"], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 1
+    assert result.stderr.strip().splitlines()[-1].startswith("error: ")
+    assert "holds results of other settings (heads: 'full' there, 'sparse' now)" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_other_heads_and_the_report_alone(workshop, tmp_path):
+    np.save(tmp_path / "heads.npy", np.array([[1, 0], [0, 1], [1, 1]]))
+    tiny = {"router": None, "model": str(workshop / "model")} | SMALL
+    report = evaluate(workshop, "longbench_e", tmp_path / "file", heads=str(tmp_path / "heads.npy"), **tiny)
+    assert report["cells"]["overall"]["msr"] == pytest.approx(1 / 3, abs=1e-5)
+    evaluate(workshop, "longbench_e", tmp_path / "full", heads="full", **tiny)
+    changes = {"report_only": True, "baseline": str(tmp_path / "full"), "against": str(tmp_path / "full")}
+    report = evaluate(workshop, "longbench_e", tmp_path / "file", **changes)
+    assert set(report["against"]["settings"]) == {"heads"}
+    assert report["against"]["common"] == 4
+    assert set(report["speedup"]["settings"]) == {"heads"}
+
+
+@pytest.mark.parametrize(
+    ("suite", "changes", "message"),
+    [
+        ("ruler", {"lengths": ["8192"]}, "--lengths has 8192, the model has 4096 positions: give shorter ones, or --yarn_factor=2"),
+        ("ruler", {"lengths": ["8k"]}, "--lengths=8k: numbers of tokens are needed"),
+        ("ruler", {"tasks": ["tea"]}, "tasks has 'tea': accepted are niah_single_1"),
+        ("ruler", {"heads": "full"}, "one of --router=RUN .* and --heads="),
+        ("ruler", {"router": None}, "one of --router=RUN .* and --heads="),
+        ("ruler", {"router": "/nowhere"}, "/nowhere holds no run"),
+        ("ruler", {"router": None, "heads": "half"}, "--heads=half: accepted are full, sparse and a .npy file"),
+        ("ruler", {"repeats": 2}, "--repeats=2: only --suite=math"),
+        ("math", {"temperature": 0.0}, "--repeats=2: only --suite=math .* with a --temperature above 0"),
+        ("math", {"compare": "qwen3_4b"}, "--compare: the paper has no numbers of math"),
+        ("math", {"lengths": ["100"]}, "--lengths: math has the lengths of its texts"),
+        ("math", {"against": "/nowhere"}, "/nowhere holds no results"),
+        ("math", {"max_prompt_tokens": 5}, "of which at least one must stay"),
+        ("longhealth", {"data": None}, "--data is needed"),
+    ],
+)
+def test_bad_input_is_named(workshop, tmp_path, suite, changes, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate(workshop, suite, tmp_path / "out", model=str(workshop / "model"), **changes)

@@ -1,0 +1,178 @@
+"""Error bars, tables and comparisons, from made-up results."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from elastic_jax.evaluation.paper import MODELS, PAPER
+from elastic_jax.evaluation.results import ResultsFolder
+from elastic_jax.evaluation.statistics import bootstrap_mean
+from elastic_jax.evaluation.suite_report import LAYOUTS, compare_records, markdown, suite_report
+
+
+def test_an_interval_covers_the_mean_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    covered, weights = 0, [3.0, 1.0]
+    truth = (3 * 0.7 + 1 * 0.2) / 4
+    for trial in range(400):
+        strata = [(rng.random(80) < 0.7).astype(float), (rng.random(30) < 0.2).astype(float)]
+        interval = bootstrap_mean(strata, weights, resamples=400, seed=trial)
+        covered += interval.low <= truth <= interval.high
+    assert 0.91 <= covered / 400 <= 0.98
+
+
+def test_an_interval_is_as_wide_as_the_standard_error_says():
+    values = np.random.default_rng(1).normal(size=500)
+    interval = bootstrap_mean([values])
+    assert interval.mean == pytest.approx(values.mean())
+    assert interval.high - interval.low == pytest.approx(2 * 1.96 * values.std() / np.sqrt(500), rel=0.05)
+    assert interval == bootstrap_mean([values])
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=5), min_size=1, max_size=4), st.floats(0.1, 9))
+def test_means_and_bounds(strata, scale):
+    arrays = [np.array(values) for values in strata]
+    sizes = [len(values) for values in strata]
+    interval = bootstrap_mean(arrays, [scale * size for size in sizes], resamples=50)
+    assert interval.mean == pytest.approx(np.concatenate(arrays).mean())
+    assert bootstrap_mean(arrays, resamples=50).mean == pytest.approx(np.mean([values.mean() for values in arrays]))
+    lowest, highest = min(map(min, arrays)), max(map(max, arrays))
+    assert lowest - 1e-9 <= interval.low <= interval.high <= highest + 1e-9
+
+
+def test_nothing_has_no_mean():
+    assert np.isnan(bootstrap_mean([])).all()
+
+
+def record(task, number, score, **changes):
+    options = {"id": f"{task}/{number}", "question": f"{task}/{number}", "task": task, "group": "g", "length": None, "prompt": "h"}
+    options |= {"pred": "a", "answer": ["a"], "metric": "m", "score": score, "scores": {"score": score}, "msr": 0.5, "esr": 0.25}
+    return options | {"LEN": 90, "cut_tokens": 0, "new_tokens": 4, "finish_reason": "stop", "extra": {}} | changes
+
+
+def timing(length, seconds, **changes):
+    options = {"length": length, "rows": 1, "padded_tokens": 128, "prefill_seconds": seconds, "decode_seconds": 0.2, "steps": 4}
+    return options | {"cache_mib": 1.0, "prompt_tokens": 90, "first": False} | changes
+
+
+def folder(path, suite, records, timings=(), **settings):
+    with ResultsFolder(path, {"suite": suite, "model": "m"} | settings, {"device": "cpu"}) as results:
+        results.add(records, timing(None, 9.0, first=True))
+        for one in timings:
+            results.add([], one)
+    return path
+
+
+def test_longbench_weighs_samples_in_the_whole_and_tasks_in_a_group(tmp_path):
+    records = [record("qasper", n, float(n < 2), group="Single-Doc QA", length="0-4k", msr=0.6) for n in range(4)]
+    records += [record("multifieldqa_en", n, 1.0, group="Single-Doc QA", length="8k+", msr=0.8, cut_tokens=90) for n in range(2)]
+    records += [record("lcc", n, 0.25, group="Code", length="0-4k", msr=0.9, pred=" ") for n in range(4)]
+    report = suite_report(folder(tmp_path, "longbench_e", records))
+    cells = report["cells"]
+    assert cells["groups"]["Single-Doc QA"]["mean"] == pytest.approx(75)
+    assert cells["groups"]["Single-Doc QA"]["msr"] == pytest.approx(0.7)
+    assert cells["overall"]["mean"] == pytest.approx(100 * (2 + 2 + 1) / 10)
+    assert cells["overall"]["msr"] == pytest.approx((4 * 0.6 + 2 * 0.8 + 4 * 0.9) / 10)
+    assert cells["lengths"]["0-4k"]["mean"] == pytest.approx(100 * 3 / 8)
+    assert cells["overall"]["empty"] == 4
+    assert cells["overall"]["cut_prompts"] == 2
+    assert cells["overall"]["cut_share"] == pytest.approx(180 / (900 + 180))
+    assert cells["groups"]["Code"]["low"] == cells["groups"]["Code"]["high"] == 25
+    assert cells["groups"]["Single-Doc QA"]["low"] < 75 < cells["groups"]["Single-Doc QA"]["high"]
+    text = markdown(report)
+    assert "| this run | 75.00 [" in text
+    assert "all scores were equal" in text
+
+
+def test_ruler_has_a_column_per_length_in_order(tmp_path):
+    records = [
+        record(task, f"{length}/{n}", float(task == "fwe" or n < 1), length=length, msr=0.5 if length == 8192 else 0.75)
+        for length in (16384, 8192)
+        for task, count in (("qa_1", 2), ("fwe", 6))
+        for n in range(count)
+    ]
+    cells = suite_report(folder(tmp_path, "ruler", records))["cells"]
+    assert list(cells["lengths"]) == ["8192", "16384"]
+    assert [cell["mean"] for cell in cells["lengths"].values()] == pytest.approx([75, 75])
+    assert [cell["msr"] for cell in cells["lengths"].values()] == [0.5, 0.75]
+    assert cells["overall"]["mean"] == pytest.approx(75)
+    assert cells["overall"]["msr"] == pytest.approx(0.625)
+    assert cells["task_lengths"]["qa_1"]["8192"]["n"] == 2
+    text = markdown(suite_report(tmp_path, compare="qwen3_4b"))
+    assert "|  | 8192 | Ω | 16384 | Ω | 32768 | Ω |" in text
+    assert "| paper: Elastic FA-SSA | 83.35 | – | 79.24 |" in text
+    assert "61.81 | 0.66 |" in text
+    assert "not the mean of its lengths" in text
+
+
+def test_answers_to_one_question_are_one_value(tmp_path):
+    records = [record("aime", f"{n}/{k}", float(n == 0), question=f"aime/{n}") for n in range(4) for k in range(25)]
+    cell = suite_report(folder(tmp_path, "math", records))["cells"]["overall"]
+    assert (cell["n"], cell["answers"], cell["mean"]) == (4, 100, 25)
+    assert (cell["low"], cell["high"]) == (0, 75)
+
+
+def test_every_suite_reports(tmp_path):
+    for suite in LAYOUTS:
+        for compare in (*MODELS, None) if suite in PAPER else (None,):
+            out = folder(tmp_path / suite, suite, [record("t", n, n / 3, id=f"{compare}/{n}", esr=None) for n in range(3)])
+            report = suite_report(out, compare=compare)
+            assert json.loads(json.dumps(report, allow_nan=False))["suite"] == suite
+            assert markdown(report).startswith("# ")
+    with pytest.raises(ValueError, match="the paper has no numbers of math to compare with: accepted are longbench_e"):
+        suite_report(tmp_path / "math", compare="qwen3_4b")
+
+
+def test_a_comparison_is_paired(tmp_path):
+    """Differences of paired scores are far more certain than either score."""
+    rng = np.random.default_rng(0)
+    scores = rng.random(60)
+    ours = [record("a", n, score) for n, score in enumerate(scores)]
+    theirs = [record("a", n, score - 0.05 + 0.01 * rng.random(), prompt="h" if n else "other") for n, score in enumerate(scores)][:50]
+    theirs.append(record("a", "x", 0.0))
+    result = compare_records(ours, theirs, LAYOUTS["math"])
+    assert (result["common"], result["only_ours"], result["only_theirs"], result["other_prompts"]) == (50, 10, 1, 1)
+    cell = result["cells"]["overall"]
+    assert cell["n"] == 50
+    assert cell["mean"] == pytest.approx(4.5, abs=0.2)
+    assert cell["high"] - cell["low"] < 0.3
+    one = folder(tmp_path / "one", "math", ours, heads="full")
+    other = folder(tmp_path / "other", "math", theirs, heads="sparse")
+    text = markdown(suite_report(one, against=other))
+    assert "paired over 50 answers that both have (10 are only here, 1 only there; 1 of the common ones have another prompt)" in text
+    assert "heads: sparse there, full here" in text
+    nothing = compare_records(ours, [record("b", 0, 1.0)], LAYOUTS["math"])
+    assert nothing["cells"]["overall"]["mean"] is None
+    with pytest.raises(ValueError, match="has results of math, not of ruler"):
+        suite_report(folder(tmp_path / "ruler", "ruler", ours), against=other)
+    with pytest.raises(ValueError, match="has no finished sample yet"):
+        suite_report(folder(tmp_path / "empty", "ruler", []))
+
+
+def test_speed_is_compared_on_equal_shapes(tmp_path):
+    records = [record("a", n, 1.0, length=8192) for n in range(3)]
+    fast = [timing(8192, 1.0), timing(8192, 3.0), timing(8192, 2.0), timing(16384, 5.0, rows=2), timing(16384, 1.0, rows=4)]
+    slow = [timing(8192, 4.0), timing(8192, 99.0, first=True), timing(16384, 50.0, rows=3), timing(16384, 3.0, rows=4)]
+    report = suite_report(
+        folder(tmp_path / "fast", "ruler", records, fast), baseline=folder(tmp_path / "slow", "ruler", records, slow, heads="full")
+    )
+    assert report["speedup"]["lengths"] == {"8192": {"speedup": 2.0, "shapes": 1}, "16384": {"speedup": 3.0, "shapes": 1}}
+    assert report["timing"]["16384"] == {"batches": 2, "prefill_seconds_per_prompt": 1.0, "ms_per_step": pytest.approx(50)}
+    assert "| 8192 | 3 | 2.000 | 50.0 | 2.00 |" in markdown(report)
+
+
+def test_the_papers_averages_are_those_of_its_parts():
+    """LongBench-v2's overall is the mean of its 150 easy and 266 hard questions; the groups' mean is near LongBench-E's overall."""
+    for model in MODELS:
+        for method, row in PAPER["longbench_v2"].rows(model).items():
+            easy, hard, overall = (score for score, _ in row.values())
+            assert (150 * easy + 266 * hard) / 416 == pytest.approx(overall, abs=0.35), method
+        for method, row in PAPER["longbench_e"].rows(model).items():
+            *groups, overall = (score for score, _ in row.values())
+            assert np.mean(groups) == pytest.approx(overall, abs=2.5), method
+        assert len(PAPER["ruler"].rows(model)) == 10
+    assert PAPER["ruler"].rows("nobody") == {}
