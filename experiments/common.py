@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -11,18 +12,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from absl import flags
 
 from elastic_jax import assets
-from elastic_jax.checkpoints import run_configs
+from elastic_jax.checkpoints import RunDirectory, load_router, run_configs
 from elastic_jax.config import RouterConfig, SparsityConfig
 from elastic_jax.data.documents import Documents
 from elastic_jax.data.hub_sources import Split
 from elastic_jax.data.sources import load_documents, needs_tokenizer
-from elastic_jax.elastic import Arrays, ElasticModel
+from elastic_jax.elastic import Arrays, ElasticModel, split_layers
+from elastic_jax.generate import Generator
 from elastic_jax.models.config import PRESETS
 from elastic_jax.training_loop import NonFiniteLossError
-from elastic_jax.weights.load import load_model, load_tokenizer
+from elastic_jax.weights.load import load_model, load_stop_tokens, load_tokenizer
 
 # transformers is here for its tokenizers: that PyTorch is absent is no news.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -106,6 +109,48 @@ def load_elastic_model(settings: dict[str, Any]) -> tuple[ElasticModel, Arrays, 
         loaded.decoder, loaded.decoder.config, sparsity=sparsity, router=router, implementation=settings["implementation"]
     )
     return model, backbone, source
+
+
+def load_generator(router: str | None, cache_gib: float | None) -> tuple[Generator, dict[str, Any], str]:
+    """The generator that the model flags and a training run name, the settings that its answers depend on, and where the weights are.
+
+    What a flag does not say is as in the run, but how it is computed; a model that is named has weights of its own.
+    """
+    settings, values = model_settings(), flags.FLAGS
+    with contextlib.ExitStack() as stack:
+        run = None if router is None else stack.enter_context(RunDirectory(router))
+        if run is not None:
+            trained = run.settings()
+            own = {"dtype", "implementation", *(["weights"] if values["model"].present else [])}
+            inherited = [name for name in MODEL_FLAGS if name not in own and not values[name].present]
+            if missing := [name for name in inherited if name not in trained]:
+                raise ValueError(f"{run.path / 'settings.json'} is damaged: {missing[0]} is missing")
+            settings |= {name: trained[name] for name in inherited}
+        model, backbone, source = load_elastic_model(settings)
+        routers = None if run is None else load_router(run, model)
+        settings |= {"router": None if run is None else [str(run.path), run.latest_step]}
+    backbones, tokenizer, stop_tokens = split_layers(backbone, free=True), load_tokenizer(source), load_stop_tokens(source)
+    return Generator(model, backbones, routers, tokenizer, stop_tokens=stop_tokens, cache_gib=cache_gib), settings, source
+
+
+def read_heads(heads: str | None) -> Any:
+    """A plan from a file, [L, K]; "full", "sparse" and None stay what they are."""
+    if heads in (None, "full", "sparse"):
+        return heads
+    accepted = "accepted are full, sparse, and a .npy or .json file of 0 and 1 [layers][KV heads]"
+    file = Path(heads)
+    try:
+        if file.suffix == ".npy":
+            plan = np.load(file)
+        elif file.suffix == ".json":
+            plan = np.array(json.loads(file.read_text(encoding="utf-8")))
+        else:
+            raise ValueError("neither of these")
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"--heads={heads}: {accepted} ({error})") from error
+    if plan.ndim != 2 or plan.dtype.kind not in "biuf":
+        raise ValueError(f"--heads={heads}: {accepted}, not an array of shape {plan.shape} and type {plan.dtype}")
+    return plan
 
 
 def check_length(model: ElasticModel, max_tokens: int) -> None:

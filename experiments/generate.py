@@ -9,7 +9,6 @@ The text goes to standard output as it comes, everything else to standard error.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fcntl
 import hashlib
@@ -26,16 +25,10 @@ import numpy as np
 from absl import app, flags, logging
 from tqdm import tqdm
 
-from elastic_jax.checkpoints import RunDirectory, load_router
-from elastic_jax.elastic import split_layers
 from elastic_jax.generate import Completion, Generator, Timings
-from elastic_jax.weights.load import load_stop_tokens, load_tokenizer
 from experiments.common import (
-    MODEL_FLAGS,
     define_model_flags,
     errors_in_one_line,
-    load_elastic_model,
-    model_settings,
     use_compilation_cache,
 )
 
@@ -67,47 +60,6 @@ def define_generation_flags() -> None:
     flags.DEFINE_integer("seed", 0, "Of the draws; --batch adds to it the number of a line that has no seed of its own.")
     flags.DEFINE_multi_string("stop", None, "Token that ends a text, by id or text; repeat for several (default: the model's own).")
     flags.DEFINE_float("cache_gib", None, "Memory of the cache (default: what the prompts need).")
-
-
-def read_heads(heads: str | None) -> str | np.ndarray | None:
-    """A plan from a file, [L, K]; "full", "sparse" and None stay what they are."""
-    if heads in (None, "full", "sparse"):
-        return heads
-    accepted = "accepted are full, sparse, and a .npy or .json file of 0 and 1 [layers][KV heads]"
-    file = Path(heads)
-    try:
-        if file.suffix == ".npy":
-            plan = np.load(file)
-        elif file.suffix == ".json":
-            plan = np.array(json.loads(file.read_text(encoding="utf-8")))
-        else:
-            raise ValueError("neither of these")
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"--heads={heads}: {accepted} ({error})") from error
-    if plan.ndim != 2 or plan.dtype.kind not in "biuf":
-        raise ValueError(f"--heads={heads}: {accepted}, not an array of shape {plan.shape} and type {plan.dtype}")
-    return plan
-
-
-def _load(values: flags.FlagValues) -> tuple[Generator, dict[str, Any]]:
-    """The generator and the settings that its results depend on."""
-    settings = model_settings()
-    with contextlib.ExitStack() as stack:
-        run = None if values.router is None else stack.enter_context(RunDirectory(values.router))
-        if run is not None:
-            trained = run.settings()
-            # How it is computed is this program's matter; a model that is named here has weights of its own.
-            own = {"dtype", "implementation", *(["weights"] if values["model"].present else [])}
-            inherited = [name for name in MODEL_FLAGS if name not in own and not values[name].present]
-            if missing := [name for name in inherited if name not in trained]:
-                raise ValueError(f"{run.path / 'settings.json'} is damaged: {missing[0]} is missing")
-            settings |= {name: trained[name] for name in inherited}
-        model, backbone, source = load_elastic_model(settings)
-        router = None if run is None else load_router(run, model)
-        settings |= {"router": None if run is None else [str(run.path), run.latest_step]}
-    stop_tokens = load_stop_tokens(source)
-    backbones = split_layers(backbone, free=True)
-    return Generator(model, backbones, router, load_tokenizer(source), stop_tokens=stop_tokens, cache_gib=values.cache_gib), settings
 
 
 class CompileTime:
@@ -396,7 +348,7 @@ def _run(values: flags.FlagValues) -> None:
     stop = None if values.stop is None else [int(item) if item.isdecimal() else item for item in values.stop]
 
     compiling, started = CompileTime(), time.perf_counter()
-    generator, settings = _load(values)
+    generator, settings, _ = load_generator(values.router, values.cache_gib)
     _say(f"loaded {settings['model']} in {time.perf_counter() - started:.1f} s")
     settings |= options | {"stop": stop, "heads": heads.tolist() if isinstance(heads, np.ndarray) else heads}
     options |= {"stop": stop, "heads": heads}

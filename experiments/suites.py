@@ -9,14 +9,12 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 from absl import flags
 
-from elastic_jax.checkpoints import RunDirectory, load_router
-from elastic_jax.elastic import Arrays
 from elastic_jax.evaluation.paper import MODELS, PAPER
 from elastic_jax.evaluation.results import ResultsFolder, read_run
 from elastic_jax.evaluation.runner import RunConfig, run_samples
@@ -24,13 +22,11 @@ from elastic_jax.evaluation.samples import Sample
 from elastic_jax.evaluation.suite_report import markdown, suite_report
 from elastic_jax.evaluation.suites import longbench_e, longbench_v2, longhealth, mathematics, ruler
 from elastic_jax.generate import Generator
-from elastic_jax.weights.load import load_stop_tokens, load_tokenizer
-from experiments.common import MODEL_FLAGS, load_elastic_model, model_settings
+from experiments.common import load_generator, read_heads
 from experiments.figures import plot_lengths
 
 _HUB = {"longbench_e": "zai-org/LongBench", "longbench_v2": "zai-org/LongBench-v2"}
 _MATH_HUB = {"gsm8k": "openai/gsm8k", "math": "HuggingFaceH4/MATH-500", "aime24": "HuggingFaceH4/aime_2024"}
-_NOT_THE_RUNS = ("dtype", "implementation")  # model flags that belong to the machine
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +64,9 @@ SUITES = tuple(_PRESETS["paper"])
 def define_suite_flags() -> None:
     """Flags of the benchmarks, beside the model's."""
     flags.DEFINE_string("router", None, "Folder of a training run: its routers decide, and its model flags hold where none are given.")
-    flags.DEFINE_string("heads", None, "Instead of a router: full, sparse, or a .npy file of 0 (sparse) and 1 (full), [layers, KV heads].")
+    flags.DEFINE_string(
+        "heads", None, "Instead of a router: full, sparse, or a .npy or .json file of 0 (sparse) and 1 (full), [layers][KV heads]."
+    )
     flags.DEFINE_enum("preset", "paper", list(_PRESETS), "Samples and lengths: the paper's, or a few that a CPU answers in minutes.")
     flags.DEFINE_string("data", None, "The benchmark's folder, file or hub id (default: its hub id; RULER: the fetched texts).")
     flags.DEFINE_list("tasks", None, "Tasks of the suite (default: all; RULER: the paper's 11).")
@@ -110,7 +108,7 @@ def run_suite(suite: str, out: str, *, batch_size: int, seed: int, logit_bias: f
 def _answer(suite: str, out: str, batch_size: int, seed: int, logit_bias: float) -> None:
     values, selection = flags.FLAGS, _selection(suite)
     generator, settings, source = _load_generator(values.router, values.heads, values.cache_gib)
-    heads = _heads(values.heads)
+    heads = read_heads(values.heads)
     config = RunConfig(
         heads=heads,
         logit_bias=logit_bias,
@@ -145,7 +143,7 @@ def _answer(suite: str, out: str, batch_size: int, seed: int, logit_bias: float)
 def _selection(suite: str) -> _Selection:
     values = flags.FLAGS
     names = [field.name for field in dataclasses.fields(_Selection)]
-    given = {name: values[name].value for name in names if values[name].value is not None}
+    given: dict[str, Any] = {name: values[name].value for name in names if values[name].value is not None}
     if "lengths" in given:
         if suite != "ruler":
             raise ValueError(f"--lengths: {suite} has the lengths of its texts, only ruler's are chosen")
@@ -161,22 +159,11 @@ def _load_generator(router: str | None, heads: str | None, cache_gib: float | No
     """A generator, what of it decides the answers, and where its weights are."""
     if (router is None) == (heads is None):
         raise ValueError("one of --router=RUN (a trained run decides) and --heads=full|sparse|FILE is needed")
-    settings = model_settings()
-    routers: Arrays | None = None
-    if router is None:
-        model, backbone, source = load_elastic_model(settings)
-    else:
-        with RunDirectory(router) as run:
-            trained = run.settings()
-            given = [name for name in MODEL_FLAGS if flags.FLAGS[name].present or name in _NOT_THE_RUNS]
-            settings |= {name: trained[name] for name in MODEL_FLAGS if name not in given}
-            model, backbone, source = load_elastic_model(settings)
-            routers = load_router(run, model)
-            settings |= {"router_step": run.latest_step, "router_sha256": _digest(*jax.tree.leaves(routers))}
-    generator = Generator(model, backbone, routers, load_tokenizer(source), stop_tokens=load_stop_tokens(source), cache_gib=cache_gib)
-    # Where the weights lie does not matter; that they are the same is seen by a row of every array of a layer.
+    generator, settings, source = load_generator(router, cache_gib)
+    # Where weights and routers lie does not matter; that they are the same is seen by a row of every array of a layer.
     rows = [leaf[(0,) * (leaf.ndim - 1)] for leaf in jax.tree.leaves(generator.backbones[0])]
-    return generator, {name: value for name, value in settings.items() if name != "weights"} | {"weights_sha256": _digest(*rows)}, source
+    digests = {"weights_sha256": _digest(*rows), "router_sha256": _digest(*jax.tree.leaves(generator.router))}
+    return generator, {name: value for name, value in settings.items() if name not in ("weights", "router")} | digests, source
 
 
 def _digest(*arrays: Any) -> str:
@@ -184,15 +171,6 @@ def _digest(*arrays: Any) -> str:
     for array in arrays:
         digest.update(np.asarray(array).tobytes())
     return digest.hexdigest()[:16]
-
-
-def _heads(name: str | None) -> Any:
-    if name in (None, "full", "sparse"):
-        return name
-    try:
-        return np.load(name, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"--heads={name}: accepted are full, sparse and a .npy file that can be read ({error})") from error
 
 
 _Reader = Callable[[_Selection, Generator], tuple[list[Sample], dict[str, Any]]]
@@ -240,7 +218,7 @@ def _math(selection: _Selection, generator: Generator) -> tuple[list[Sample], di
         source: str | Path = selection.data or _MATH_HUB.get(task, task)
         if selection.data is not None and Path(selection.data, task).is_dir():
             source = Path(selection.data, task)
-        samples += mathematics.samples(source, benchmark=task, k=flags.FLAGS.repeats, limit=selection.samples)
+        samples += mathematics.samples(source, benchmark=cast(mathematics.Benchmark, task), k=flags.FLAGS.repeats, limit=selection.samples)
     return samples, {"prompts": "own, zero-shot", "thinking": "off"}
 
 
