@@ -26,11 +26,7 @@ from absl import app, flags, logging
 from tqdm import tqdm
 
 from elastic_jax.generate import Completion, Generator, Timings
-from experiments.common import (
-    define_model_flags,
-    errors_in_one_line,
-    use_compilation_cache,
-)
+from experiments.common import define_model_flags, errors_in_one_line, load_generator, read_heads, use_compilation_cache
 
 _INPUTS = ("prompt", "prompt_file", "chat", "batch")
 _SAMPLE = (
