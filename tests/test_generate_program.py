@@ -107,7 +107,7 @@ def read_lines(path):
 def test_routers_lie_as_the_backbone_does(library):
     """Otherwise a layer's output lies as neither does, and each program of the prefill is compiled twice."""
     places = lambda arrays: {array.sharding for array in jax.tree.leaves(arrays)}
-    assert places(library.router) == places(library.backbone)
+    assert places(library.router) == places(library.backbones)
 
 
 def test_a_prompt_from_flag_file_and_standard_input(program, library, tmp_path):
