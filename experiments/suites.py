@@ -145,7 +145,7 @@ def _answer(suite: str, out: str, batch_size: int, seed: int, logit_bias: float)
 def _selection(suite: str) -> _Selection:
     values = flags.FLAGS
     names = [field.name for field in dataclasses.fields(_Selection)]
-    given = {name: values[name].value for name in names if values[name].value is not None}
+    given: dict[str, Any] = {name: values[name].value for name in names if values[name].value is not None}
     if "lengths" in given:
         if suite != "ruler":
             raise ValueError(f"--lengths: {suite} has the lengths of its texts, only ruler's are chosen")
@@ -236,10 +236,11 @@ def _longbench_v2(selection: _Selection, generator: Generator) -> tuple[list[Sam
 
 def _math(selection: _Selection, generator: Generator) -> tuple[list[Sample], dict[str, Any]]:
     samples = []
+    task: Any  # an unknown one is refused where it is read
     for task in selection.tasks or mathematics.TASKS:
-        source: str | Path = selection.data or _MATH_HUB.get(task, task)
+        source = selection.data or _MATH_HUB.get(task, str(task))
         if selection.data is not None and Path(selection.data, task).is_dir():
-            source = Path(selection.data, task)
+            source = str(Path(selection.data, task))
         samples += mathematics.samples(source, benchmark=task, k=flags.FLAGS.repeats, limit=selection.samples)
     return samples, {"prompts": "own, zero-shot", "thinking": "off"}
 
