@@ -85,7 +85,7 @@ def test_longbench_weighs_samples_in_the_whole_and_tasks_in_a_group(tmp_path):
     assert cells["groups"]["Single-Doc QA"]["low"] < 75 < cells["groups"]["Single-Doc QA"]["high"]
     text = markdown(report)
     assert "| this run | 75.00 [" in text
-    assert "all scores were equal" in text
+    assert "all scores of a task were equal" in text
 
 
 def test_ruler_has_a_column_per_length_in_order(tmp_path):

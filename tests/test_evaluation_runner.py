@@ -27,13 +27,13 @@ def metric():
 
 
 def samples():
-    """Two tasks, each of prompts of two shapes: chats with an answer prefix, and texts with a stop of their own."""
+    """Two tasks, each of prompts of the same two shapes: chats with an answer prefix, and texts with a stop of their own."""
     options = {"group": "g", "references": ("x", "y"), "metric": "checksum", "extra": {"note": 1}}
     made = []
     for number in range(7):
         text = LONG[number:] if number % 2 else LONG[number : number + 40]
         made.append(Sample(id=f"chat/{number}", task="chat", prompt=text, max_new_tokens=9, answer_prefix="So:", length=32, **options))
-        made.append(Sample(id=f"text/{number}", task="text", prompt=text, max_new_tokens=6, chat=False, stop=("e",), **options))
+        made.append(Sample(id=f"text/{number}", task="text", prompt=text + LONG[:46], max_new_tokens=9, chat=False, stop=("e",), **options))
     return made
 
 
@@ -76,7 +76,7 @@ def test_a_line_says_what_was_asked_answered_and_scored(expected, model):
         assert record["score"] == record["scores"]["score"]
         assert record["length"] == sample.length
         assert record["extra"] == {"note": 1}
-    assert len({record["pred"] for record in read_records(expected)}) > 10
+    assert len({record["pred"] for record in read_records(expected)}) > 6
     assert len({record["msr"] for record in read_records(expected)}) > 1
     assert sum(timing["rows"] for timing in read_timings(expected)) == 14
     assert read_run(expected) == {"settings": SETTINGS, "environment": {"device": "cpu"}}
@@ -134,8 +134,8 @@ def test_a_stopped_run_goes_on_without_loss_or_repetition(tmp_path, expected, mo
 
 
 def test_more_samples_join_a_run(tmp_path, expected, model):
-    run(tmp_path, model, samples()[:5])
-    run(tmp_path, model, samples())
+    run(tmp_path, model, samples()[:5], batch_size=1)
+    run(tmp_path, model, samples(), batch_size=1)
     assert lines(tmp_path) == lines(expected)
 
 
@@ -144,8 +144,8 @@ def test_repeated_answers_have_seeds_of_their_own(tmp_path, model):
     wanted = [dataclasses.replace(one, id=f"{one.id}/{k}", extra={"question": one.id}) for one in wanted for k in range(3)]
     options = {"temperature": 1.0, "seed": 5}
     run(tmp_path / "a", model, wanted, batch_size=1, **options)
-    run(tmp_path / "b", model, wanted[::-1], batch_size=9, **options)
-    run(tmp_path / "c", model, wanted, **(options | {"seed": 6}))
+    run(tmp_path / "b", model, wanted[::-1], batch_size=3, **options)
+    run(tmp_path / "c", model, wanted, batch_size=1, **(options | {"seed": 6}))
     assert lines(tmp_path / "a") == lines(tmp_path / "b") != lines(tmp_path / "c")
     records = read_records(tmp_path / "a")
     assert [record["id"] for record in records] == [f"text/{n}/{k}" for n in (0, 1, 2) for k in range(3)]
@@ -160,27 +160,27 @@ def test_long_prompts_make_smaller_batches(tmp_path, model):
     records = read_records(tmp_path)
     assert max(record["LEN"] for record in records) == 90
     assert sum(record["cut_tokens"] > 0 for record in records) > 4
-    assert {timing["rows"] for timing in read_timings(tmp_path)} == {3, 4}
+    assert {timing["rows"] for timing in read_timings(tmp_path)} == {1, 3, 4}
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path, model):
-    run(tmp_path, model, samples()[:2])
+    run(tmp_path, model, samples()[:2], batch_size=1)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     with pytest.raises(ValueError, match=r"other settings \(model: 'tiny' there, 'small' now\): give another folder"):
         ResultsFolder(tmp_path, SETTINGS | {"model": "small"}, {})
     longer = [dataclasses.replace(sample, prompt=sample.prompt + "!") for sample in samples()[:2]]
     with pytest.raises(ValueError, match="has a result of 'chat/0' for another prompt"):
-        run(tmp_path, model, longer)
+        run(tmp_path, model, longer, batch_size=1)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
     (tmp_path / "run.json").unlink()
     with pytest.raises(ValueError, match=r"chat.jsonl has results of other settings \(run \w{12}, now"):
         ResultsFolder(tmp_path, SETTINGS | {"model": "small"}, {})
     assert not (tmp_path / "run.json").exists()
-    run(tmp_path, model, samples()[:2])
+    run(tmp_path, model, samples()[:2], batch_size=1)
 
 
 def test_damage_and_use_by_two_are_named(tmp_path, model):
-    run(tmp_path, model, samples()[:3])
+    run(tmp_path, model, samples()[:3], batch_size=1)
     with (
         ResultsFolder(tmp_path, SETTINGS, {}),
         pytest.raises(ValueError, match="is in use by another evaluation"),

@@ -206,7 +206,7 @@ def markdown(report: dict[str, Any]) -> str:
     layout, cells = LAYOUTS[report["suite"]], report["cells"]
     lines = [f"# {report['title']}", "", *_conditions(report), "", *_headline(report, layout)]
     if cells["overall"]["n"] and any(cell["low"] == cell["high"] for cell in (*cells[layout.columns].values(), cells["overall"])):
-        lines += ["", "Where an interval is a point, all scores were equal or there was one: it says nothing about the error."]
+        lines += ["", "Where an interval is a point, all scores of a task were equal or there was one: it says nothing about the error."]
     if "paper" in report:
         lines += ["", f"Against the paper's {report['paper']['table']}, {report['paper']['model']}:", ""]
         lines += [f"- {caveat}" for caveat in report["paper"]["caveats"]]
