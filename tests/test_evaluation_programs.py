@@ -169,7 +169,7 @@ def test_other_heads_and_the_report_alone(workshop, tmp_path):
         ("ruler", {"heads": "full"}, "one of --router=RUN .* and --heads="),
         ("ruler", {"router": None}, "one of --router=RUN .* and --heads="),
         ("ruler", {"router": "/nowhere"}, "/nowhere holds no run"),
-        ("ruler", {"router": None, "heads": "half"}, "--heads=half: accepted are full, sparse and a .npy file"),
+        ("ruler", {"router": None, "heads": "half"}, "--heads=half: accepted are full, sparse, and a .npy or .json file"),
         ("ruler", {"repeats": 2}, "--repeats=2: only --suite=math"),
         ("math", {"temperature": 0.0}, "--repeats=2: only --suite=math .* with a --temperature above 0"),
         ("math", {"compare": "qwen3_4b"}, "--compare: the paper has no numbers of math"),
