@@ -93,8 +93,8 @@ class ElasticModel:
 
     @staticmethod
     def from_pretrained(source: str | Path, **options: Any) -> Generator:
-        """The model and all that generation needs; arguments and errors as in `elastic_jax.generate.load_generator`."""
-        from elastic_jax.generate import load_generator  # generation is built on this file
+        """The model and all that generation needs; arguments and errors as in `elastic_jax.pretrained.load_generator`."""
+        from elastic_jax.pretrained import load_generator  # generation is built on this file
 
         return load_generator(source, **options)
 

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -17,3 +18,14 @@ def compilation_cache():
     import jax
 
     assert jax.config.jax_compilation_cache_dir == _CACHE
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Path:
+    """The demo model's file; tests that need it are marked `assets`."""
+    from elastic_jax import assets
+
+    try:
+        return assets.require("smollm2_135m")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))

@@ -23,8 +23,8 @@ from flax import nnx
 from elastic_jax import assets
 from elastic_jax.checkpoints import RunDirectory
 from elastic_jax.elastic import ElasticModel
-from elastic_jax.generate import load_generator
 from elastic_jax.models.decoder import Decoder
+from elastic_jax.pretrained import load_generator
 from elastic_jax.trainer import TrainConfig, init_state
 from elastic_jax.weights.safetensors import save_safetensors
 from experiments import generate

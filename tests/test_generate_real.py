@@ -5,7 +5,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from elastic_jax import assets
 from elastic_jax.elastic import ElasticModel
 from elastic_jax.generate import Generator
 from elastic_jax.weights import save_safetensors
@@ -19,19 +18,11 @@ NEW = 200
 
 
 @pytest.fixture(scope="module")
-def path() -> Path:
-    try:
-        return assets.require("smollm2_135m")
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
+def model(demo_model: Path) -> Generator:
+    return ElasticModel.from_pretrained(demo_model, dtype="float32")
 
 
-@pytest.fixture(scope="module")
-def model(path: Path) -> Generator:
-    return ElasticModel.from_pretrained(path, dtype="float32")
-
-
-def test_dense_greedy_text_is_that_of_transformers(path: Path, model: Generator, tmp_path: Path) -> None:
+def test_dense_greedy_text_is_that_of_transformers(demo_model: Path, model: Generator, tmp_path: Path) -> None:
     """With our reading of the weights, which tests/test_weights_real.py compares with theirs."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -44,7 +35,7 @@ def test_dense_greedy_text_is_that_of_transformers(path: Path, model: Generator,
     assert result.timings.cache_pages == result.timings.dense_cache_mib * 2**20 / (2 * 128 * 64 * 4)
 
     torch.set_num_threads(2)  # JAX is idle now
-    save_safetensors(load_model(path, dtype="float32").decoder, tmp_path)
+    save_safetensors(load_model(demo_model, dtype="float32").decoder, tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     for (tokens, _), completion, streamed in zip(model.encode(prompts), result.completions, pieces, strict=True):
         # If each token is their best one after the tokens before it, their greedy decoding writes the same text.

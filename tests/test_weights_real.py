@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from elastic_jax import assets
 from elastic_jax.models import preset
 from elastic_jax.weights import LoadedModel, load_model, load_tokenizer
 from tests.tiny_models import jax_logits, torch_logits
@@ -19,30 +18,22 @@ pytestmark = pytest.mark.assets
 
 
 @pytest.fixture(scope="module")
-def path() -> Path:
-    try:
-        return assets.require("smollm2_135m")
-    except FileNotFoundError as error:
-        pytest.skip(str(error))
+def ours(demo_model: Path) -> LoadedModel:
+    return load_model(demo_model, dtype=jnp.float32)
 
 
 @pytest.fixture(scope="module")
-def ours(path: Path) -> LoadedModel:
-    return load_model(path, dtype=jnp.float32)
+def tokenizer(demo_model: Path) -> Any:
+    return load_tokenizer(demo_model)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(path: Path) -> Any:
-    return load_tokenizer(path)
-
-
-@pytest.fixture(scope="module")
-def theirs(path: Path) -> Any:
+def theirs(demo_model: Path) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(1)  # as in tests.tiny_models
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(demo_model.parent, gguf_file=demo_model.name, dtype=torch.float32).eval()
 
 
 def test_configuration_is_the_preset(ours: LoadedModel) -> None:
