@@ -61,6 +61,7 @@ def _records(what: str) -> Iterator[dict[str, Any]]:
             routed=values.routed,
             implementations=values.implementations or implementations,
             samples=values.samples,
+            memory_layers=values.memory_layers,
         )
         return
     common = {"dtype": settings["dtype"], "samples": values.samples}
@@ -141,6 +142,12 @@ if __name__ == "__main__":
     )
     flags.DEFINE_list("sparse_shares", None, "Shares of sparse KV heads: attention, dispatch, backward, prefill, decode, memory.")
     flags.DEFINE_bool("routed", False, "Adds a case whose heads random routers choose: prefill, memory.")
+    flags.DEFINE_integer(
+        "memory_layers",
+        None,
+        "memory: run the prompt through so many layers only (default: all). Weights and cache are of all, and layers need the same memory.",
+        lower_bound=1,
+    )
     flags.DEFINE_list("implementations", None, "Which to time, by name: attention, dispatch, backward, xattn, prefill, decode.")
     flags.DEFINE_list("xattn_inputs", list(xattn.INPUTS), "Queries and keys of xattn: random, demo (a layer of the demo model).")
     flags.DEFINE_string(

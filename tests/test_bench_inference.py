@@ -44,7 +44,7 @@ def small(monkeypatch):
 
 
 def run(what, **changes):
-    options = dict(settings=SETTINGS, tokens=[90], batches=[1], sparse_shares=[0.5], routed=False, samples=1)
+    options = dict(settings=SETTINGS, tokens=[90], batches=[1], sparse_shares=[0.5], routed=False, samples=1, memory_layers=None)
     return list(inference.run(what, **(options | {"implementations": inference.DEFAULTS[what][0]} | changes)))
 
 
@@ -191,21 +191,29 @@ def test_what_runs_out_of_memory_is_a_line_with_the_reason(monkeypatch):
     assert (second["reason"], second["msr"], second["batch"]) == (reason, 0.5, 2)
     assert [r["reason"] for r in rivals] == [reason] * 2
     case = Case(tokens=90, batch=2, share=0.5)
-    assert measure_memory(SETTINGS, case) == {"reason": reason, "peak_gib": None}
+    assert measure_memory(SETTINGS, 90, case, None) == {"reason": reason, "peak_gib": None}
 
 
-def test_memory_is_measured_in_a_process_of_its_own(tmp_path):
+def test_memory_is_measured_in_processes_of_its_own(tmp_path):
     config = dataclasses.replace(CONFIG, max_positions=256)
     decoder = Decoder(config, rngs=inference.nnx.Rngs(0), param_dtype=jnp.float32)
     save_safetensors(decoder, tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
-    (record,) = run("memory", settings=SETTINGS | {"model": str(tmp_path)})
-    assert "reason" not in record
+    shorter, record = run("memory", settings=SETTINGS | {"model": str(tmp_path)}, tokens=[90, 40])
+    assert not {"reason"} & (shorter.keys() | record.keys())
+    assert (shorter["tokens"], record["tokens"]) == (40, 90)
     assert (record["msr"], record["cache_share"], record["implementation"]) == (0.5, 0.65, "elastic")  # 3 pages and 10
     assert record["weights_gib"] == round(sum(x.nbytes for x in jax.tree.leaves(inference.nnx.state(decoder))) / 2**30, 3)
-    assert record["decoded_tokens"] == 64
+    assert (record["decoded_tokens"], record["prefilled_layers"]) == (64, 3)
     assert record["first_prefill_s"] > 0
     assert record["first_decode_s"] > 0
+
+
+def test_memory_of_the_first_layers_has_the_cache_of_all():
+    whole, part = (inference.measure_memory(SETTINGS, 90, Case(tokens=90, batch=1, share=0.5), layers) for layers in (None, 2))
+    assert [record.pop("prefilled_layers") for record in (whole, part)] == [3, 2]
+    for name in ("msr", "cache_mib", "cache_share", "weights_gib"):
+        assert whole[name] == part[name]
 
 
 class Killed:
@@ -286,6 +294,7 @@ def test_a_peak_that_a_record_has_itself_stays(tmp_path, monkeypatch, capsys):
         ("prefill", {"implementations": ["elastic", "hf_static"]}, "--implementations: hf_static unknown; prefill has elastic, hf_sdpa"),
         ("memory", {"sparse_shares": [0.5, 2.0]}, "--sparse_shares=0.5,2.0: accepted are values in [0, 1]"),
         ("decode", {"routed": True}, "--routed: decode fills the cache without a prompt"),
+        ("memory", {"routed": True, "memory_layers": 2}, "--memory_layers: layers that do not run have no decisions"),
     ],
 )
 def test_bad_values_are_named_before_anything_runs(what, changes, message):

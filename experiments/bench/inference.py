@@ -7,6 +7,7 @@ device. Which KV heads are sparse is given, at random over all layers and for ea
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import dataclasses
 import functools
 import math
@@ -68,6 +69,7 @@ def run(
     routed: bool,
     implementations: Sequence[str],
     samples: int,
+    memory_layers: int | None,
 ) -> Iterator[dict[str, Any]]:
     """Records of every length, batch, share and implementation, those that could not run with the `reason`.
 
@@ -76,6 +78,8 @@ def run(
       settings: values of `experiments.common.MODEL_FLAGS`.
       sparse_shares: of all layers' KV heads, to the nearest head.
       routed: adds a case in which random routers decide.
+      memory_layers: of `memory`: the prompt runs through the first ones only, since each layer's work needs the same memory; weights and
+        cache are there of all.
     """
     if unknown := sorted(set(implementations) - set(DEFAULTS[what][0])):
         raise ValueError(f"--implementations: {', '.join(unknown)} unknown; {what} has {', '.join(DEFAULTS[what][0])}")
@@ -83,6 +87,8 @@ def run(
         raise ValueError(f"--sparse_shares={','.join(map(str, sparse_shares))}: accepted are values in [0, 1]")
     if routed and what == "decode":
         raise ValueError("--routed: decode fills the cache without a prompt, so nothing can be routed; a share has the same time")
+    if memory_layers is not None and routed:
+        raise ValueError("--memory_layers: layers that do not run have no decisions, so it goes with --sparse_shares, not with --routed")
     shares = [*sparse_shares, *([None] if routed else [])]
     cases = {length: [Case(tokens=length, batch=batch, share=share) for batch in batches for share in shares] for length in tokens}
     sparsity, _ = run_configs(settings)
@@ -96,8 +102,9 @@ def run(
         "local_blocks": sparsity.local_blocks,
     }
     if what == "memory":
-        for case in (case for of_length in cases.values() for case in of_length):
-            yield about | _about_case("elastic", case) | _memory(settings, case)
+        for ascending in zip(*(cases[length] for length in sorted(cases))):
+            for case, record in zip(ascending, _memory(settings, ascending, memory_layers), strict=True):
+                yield about | _about_case("elastic", case) | record
         return
     generator = make_generator(settings, max(tokens))
     rival = functools.cache(lambda: HuggingFace(generator.model.config, settings["dtype"]))
@@ -191,9 +198,11 @@ class _Ours:
     def open_cache(self) -> PagedCache:
         return self.generator.open_cache([self.case.tokens] * self.case.batch, self.request)
 
-    def prefill(self) -> tuple[PagedCache, Prefilled]:
+    def prefill(self, layers: int | None = None) -> tuple[PagedCache, Prefilled]:
         cache = self.open_cache()
-        result = self.generator.prefill(self._encoded, cache, self.request)
+        generator = copy.copy(self.generator)
+        generator.backbones = generator.backbones[:layers]
+        result = generator.prefill(self._encoded, cache, self.request)
         jax.block_until_ready((result.logits, cache.pool.pages))
         return cache, result
 
@@ -257,33 +266,41 @@ def decode(generator: Generator, cache: PagedCache, state: DecodeState, request:
     return tokens
 
 
-def _memory(settings: dict[str, Any], case: Case) -> dict[str, Any]:
-    """What a case needs, measured in a process of its own: a device's peak cannot be set back."""
-    progress(f"memory: {case}")
+def _memory(settings: dict[str, Any], cases: Sequence[Case], layers: int | None) -> Iterator[dict[str, Any]]:
+    """What cases of ascending lengths need, all in one process: a device's peak cannot be set back, and each needs more than the one
+    before."""
     with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-        try:
-            return process.submit(measure_memory, settings, case).result()
-        except Exception as error:  # the process was killed
-            return {"reason": reason(error), "peak_gib": None}
+        for case in cases:
+            progress(f"memory: {case}")
+            try:
+                yield process.submit(measure_memory, settings, cases[-1].tokens, case, layers).result()
+            except Exception as error:  # the process was killed
+                yield {"reason": reason(error), "peak_gib": None}
 
 
-def measure_memory(settings: dict[str, Any], case: Case) -> dict[str, Any]:
-    """One prefill and `STEPS` steps, each with its compilation; to be called once in a process."""
+_kept_generator = functools.cache(lambda settings, tokens: make_generator(dict(settings), tokens))
+
+
+def measure_memory(settings: dict[str, Any], longest: int, case: Case, layers: int | None) -> dict[str, Any]:
+    """One prefill and `STEPS` steps, each with its compilation, of a model for up to `longest` tokens; in a process that did nothing
+    larger. `layers`: see `run`."""
     try:
-        generator = make_generator(settings, case.tokens)
+        generator = _kept_generator(tuple(settings.items()), longest)
         ours = _Ours(generator, case)
         start = time.perf_counter()
-        cache, result = ours.prefill()
+        cache, result = ours.prefill(layers)
         prefilled = time.perf_counter()
         state = first_token(result.logits, cache.lengths.astype(np.int32), ours.request.sampling, ours.request.stops)
         decode(generator, cache, state, ours.request)
         decoded = time.perf_counter()
     except Exception as error:
         return {"reason": reason(error), "peak_gib": None}
-    ours.note(cache, result.is_full)
+    heads = ours.request.heads
+    ours.note(cache, result.is_full if heads is None else heads)
     weights = sum({id(leaf): leaf.nbytes for leaf in jax.tree.leaves(generator.backbones)}.values())  # layers share the embedding
     return ours.notes | {
         "weights_gib": round(weights / 2**30, 3),
+        "prefilled_layers": len(result.is_full),
         "decoded_tokens": STEPS,
         "first_prefill_s": round(prefilled - start, 2),
         "first_decode_s": round(decoded - prefilled, 2),

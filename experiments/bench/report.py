@@ -17,7 +17,7 @@ from experiments.bench.implementations import NAMES, SERIAL
 _SETTING = ("shape", "dtype", "block_size", "sink_blocks", "local_blocks", "device")
 _CASE = (*_SETTING, "direction", "implementation", "tokens", "sparse_share")
 _MODEL_SETTING = ("dtype", "setting", "block_size", "sink_blocks", "local_blocks", "device")
-_MODEL_CASE = ("model", "setting", "batch", "routed", "msr")
+_MODEL_CASE = ("model", "setting", "batch", "routed", "msr", "prefilled_layers")
 _VERSIONS = ("jax", "torch", "triton", "cudnn")
 # Of whole models: the fields that a table has, a row for each record.
 _ABOUT = ("model", "tokens", "batch", "implementation", "msr", "routed")
@@ -25,7 +25,7 @@ _RATIOS = ("speedup_over_hf", "speedup_over_dense", "times_single")
 _COLUMNS = {
     "prefill": (*_ABOUT, "median_ms", "tokens_per_second", *_RATIOS, "cache_mib", "cache_share", "peak_gib"),
     "decode": (*_ABOUT, "median_ms", "tokens_per_second", *_RATIOS, "cache_mib", "cache_share"),
-    "memory": (*_ABOUT, "weights_gib", "cache_mib", "cache_share", "peak_gib", "first_prefill_s", "first_decode_s"),
+    "memory": (*_ABOUT, "prefilled_layers", "weights_gib", "cache_mib", "cache_share", "peak_gib", "first_prefill_s", "first_decode_s"),
 }
 
 
