@@ -30,8 +30,9 @@ def main(argv: list[str]) -> None:
         sys.exit(f"unexpected argument {argv[1]!r}: every option is a flag, --helpfull lists them")
     values = flags.FLAGS
     logging.set_verbosity(logging.WARNING)
-    # JAX would take most of the GPU's memory at its first use and leave PyTorch none. Read when the device is opened, which is later.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if values.what != "memory":
+        # JAX would take most of the GPU's memory at its first use and leave PyTorch none. Read when the device is opened, which is later.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     with errors_in_one_line():
         _refuse_empty_lists()
         folder = Path(values.out) if values.out else None
