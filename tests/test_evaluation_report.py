@@ -1,6 +1,7 @@
 """Error bars, tables and comparisons, from made-up results."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -107,6 +108,11 @@ def test_ruler_has_a_column_per_length_in_order(tmp_path):
     assert "| paper: Elastic FA-SSA | 83.35 | – | 79.24 |" in text
     assert "61.81 | 0.66 |" in text
     assert "not the mean of its lengths" in text
+    assert "paper's figures" not in text  # which are of Llama only
+    text = markdown(suite_report(tmp_path, compare="llama3_1_8b"))
+    assert re.search(r"\| this run \| – \| 0\.\d\d \| – \| 0\.\d\d \| – \| – \|", text)
+    assert "| paper: Elastic FA-SSA | 1.05 | 0.64 | 1.17 | 0.69 | 1.34 | 0.72 | 1.65 | 0.74 | 2.10 | 0.74 | 2.54 | 0.73 |" in text
+    assert "| paper: MoBA | 0.71 | 0.00 | 0.73 | 0.50 | 0.81 | 0.75 | 1.02 | 0.88 | 1.24 | 0.94 | – | – |" in text
 
 
 def test_answers_to_one_question_are_one_value(tmp_path):
@@ -176,3 +182,5 @@ def test_the_papers_averages_are_those_of_its_parts():
             assert np.mean(groups) == pytest.approx(overall, abs=2.5), method
         assert len(PAPER["ruler"].rows(model)) == 10
     assert PAPER["ruler"].rows("nobody") == {}
+    assert [len(PAPER["ruler"].speed_rows(model)) for model in MODELS] == [0, 0, 9]
+    assert PAPER["longbench_e"].speed_rows("llama3_1_8b") == {}

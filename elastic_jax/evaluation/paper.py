@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 # Performance in percent, and behind the slash Omega_MSR where it is stated.
@@ -77,6 +78,20 @@ llama3_1_8b
   Elastic XA-SSA: 89.07 82.99 77.74 58.86 64.48 47.68 70.27
 """
 
+# Figs. 8 and 12, read off the plots' data: speed-up of prefill over full attention, and behind the slash Omega_ESR.
+_RULER_SPEED = """
+llama3_1_8b
+  InfLLM-V2: 1.00/0 0.38/.63 0.42/.81 0.54/.91 0.81/.95 –
+  DuoAttention: 1.12/.60 1.17/.65 1.31/.67 1.58/.69 1.96/.69 2.38/.70
+  PruLong: 1.12/.60 1.17/.65 1.31/.67 1.58/.69 1.96/.69 2.38/.70
+  MoBA: 0.71/0 0.73/.50 0.81/.75 1.02/.88 1.24/.94 –
+  NSA: 0.30/0 0.27/.47 0.29/.74 0.37/.87 0.56/.93 0.83/.97
+  XAttention: 1.04/.44 1.10/.50 1.10/.55 1.17/.54 1.39/.73 1.85/.86
+  Elastic FA-SSA: 1.05/.64 1.17/.69 1.34/.72 1.65/.74 2.10/.74 2.54/.73
+  Elastic FA-XA: 1.03/.34 1.09/.38 1.07/.42 1.11/.42 1.25/.55 1.51/.65
+  Elastic XA-SSA: 1.08/.86 1.22/.93 1.35/.96 1.70/.98 2.29/.99 3.28/.995
+"""
+
 _LONGBENCH_V2 = """
 qwen3_4b
   full attention: 32.67 22.18 25.96
@@ -114,27 +129,41 @@ llama3_1_8b
 """
 
 
+Rows = dict[str, dict[str, tuple[float, float | None]]]
+
+
 class PaperTable(NamedTuple):
-    """name: in the paper. columns: as `elastic_jax.evaluation.suite_report` names them. caveats: what a reader must know to compare."""
+    """name: in the paper. columns: as `elastic_jax.evaluation.suite_report` names them. caveats: what a reader must know to compare.
+    text, speed: performance, and what the paper's figures say of speed by length, if anything."""
 
     name: str
     columns: tuple[str, ...]
     caveats: tuple[str, ...]
     text: str
+    speed: str = ""
 
-    def rows(self, model: str) -> dict[str, dict[str, tuple[float, float | None]]]:
+    def rows(self, model: str) -> Rows:
         """Of each method each column's (performance, Omega_MSR or None)."""
-        rows: dict[str, dict[str, tuple[float, float | None]]] = {}
-        current = ""
-        for line in self.text.strip().splitlines():
-            method, colon, cells = line.partition(": ")
-            if not colon:
-                current = line
-            elif current == model:
-                parts = [cell.partition("/") for cell in cells.split()]
-                values = [(float(score), float(msr) if msr else None) for score, _, msr in parts]
-                rows[method.strip()] = dict(zip(self.columns, values, strict=True))
-        return rows
+        return _rows(self.text, self.columns, model)
+
+    def speed_rows(self, model: str) -> Rows:
+        """Of each method and length (speed-up of prefill over full attention, Omega_ESR); empty where the paper has none."""
+        return _rows(self.speed, self.columns[:-1], model)
+
+
+def _rows(text: str, columns: Sequence[str], model: str) -> Rows:
+    rows: Rows = {}
+    current = ""
+    for line in text.strip().splitlines():
+        method, colon, cells = line.partition(": ")
+        if not colon:
+            current = line
+        elif current == model:
+            parts = dict(zip(columns, (cell.partition("/") for cell in cells.split()), strict=True))
+            rows[method.strip()] = {
+                name: (float(value), float(share) if share else None) for name, (value, _, share) in parts.items() if value != "–"
+            }
+    return rows
 
 
 MODELS = ("qwen3_4b", "qwen3_8b", "llama3_1_8b")
@@ -165,10 +194,12 @@ PAPER: dict[str, PaperTable] = {
             "11 tasks (no vt, no cwe), 50 samples each. Scores dip at 32K (Qwen3) and 64K (Llama) for every method, full attention "
             "included: its harness may have put samples into columns by their measured length.",
             "LOOM, its harness, puts the beginning of the answer inside the user's turn, RULER itself behind the assistant's header.",
+            "Speed-up and Omega_ESR are of Figs. 8 and 12, measured with its own kernels; XA-SSA's 3.28 is from its text.",
             "Fig. 8 has other values for Llama FA-SSA than Table 2 (90.63, 84.33, 81.39, 61.87, 66.54, 53.39).",
             "Its full-attention rows lie below what RULER's authors publish for the same models (Qwen3-4B 93.6 at 8K, 66.0 at 128K).",
         ),
         _RULER,
+        _RULER_SPEED,
     ),
     "longbench_v2": PaperTable(
         "Table 2, LongBench-v2",

@@ -68,6 +68,7 @@ def suite_report(out: str | Path, *, compare: str | None = None, against: str | 
             raise ValueError(f"the paper has no numbers of {suite} to compare with: accepted are {', '.join(PAPER)}")
         table = PAPER[suite]
         report["paper"] = {"table": table.name, "model": compare, "caveats": table.caveats, "rows": table.rows(compare)}
+        report["paper"]["speed"] = table.speed_rows(compare)
     if against is not None:
         other, theirs = _load(against, suite)
         report["against"] = compare_records(records, theirs, layout) | {"run": str(against), "settings": _difference(run, other)}
@@ -214,6 +215,8 @@ def markdown(report: dict[str, Any]) -> str:
         lines += ["", *_against(report["against"])]
     if report["timing"]:
         lines += ["", *_speed(report)]
+    if report.get("paper", {}).get("speed"):
+        lines += ["", *_paper_speed(report)]
     lines += ["", "## All cells", "", *_details(cells)]
     return "\n".join(lines) + "\n"
 
@@ -293,6 +296,22 @@ def _speed(report: dict[str, Any]) -> list[str]:
     if "run" in speedup:
         lines[-1] += f" Speed-up of prefill over {speedup['run']}, on batches of equal rows and padded length."
     return [*lines, "", *_table(["length", "batches", "prefill s per prompt", "ms per decode step", "prefill speed-up"], rows)]
+
+
+def _paper_speed(report: dict[str, Any]) -> list[str]:
+    """This run's speed-up and Omega_ESR at the paper's lengths above those of its figures."""
+    paper, speedup, cells = report["paper"]["speed"], report.get("speedup", {"lengths": {}})["lengths"], report["cells"]["lengths"]
+    names = list(dict.fromkeys(name for row in paper.values() for name in row))
+    ours = {name: (speedup.get(name, {}).get("speedup"), cells.get(name, {}).get("esr")) for name in names}
+    rows = {"this run": ours} | {f"paper: {method}": row for method, row in paper.items()}
+    return [
+        "## Speed-up of prefill and Ω_ESR by length, beside the paper's figures",
+        "",
+        *_table(
+            ["", *(title for name in names for title in (name, "Ω_ESR"))],
+            [[method, *(_ratio(value) for name in names for value in row.get(name, (None, None)))] for method, row in rows.items()],
+        ),
+    ]
 
 
 def _details(cells: dict[str, Any]) -> list[str]:
