@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from elastic_jax.arguments import check_chat, check_text
 from elastic_jax.cache import PagedCache, bucket, keeps_ring
 from elastic_jax.decoding import feed_tokens
 
@@ -34,6 +35,8 @@ class Conversation:
 
     def __init__(self, generator: Generator, *, system: str | None, reroute: bool) -> None:
         self._generator, self._reroute = generator, reroute
+        if system is not None:
+            check_chat("system", [{"role": "system", "content": system}, {"role": "user", "content": "-"}])
         self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
         self.timings: Timings | None = None
         self._cache: PagedCache | None = None
@@ -57,13 +60,15 @@ class Conversation:
             raise ValueError("this conversation was closed and its cache freed: start another")
         if not isinstance(text, str) or not text:
             raise ValueError(f"text={text!r}: a message that is not empty is needed")
+        check_text("text", text)
         messages = [*self.messages, {"role": "user", "content": text}]
-        if self._reroute:
-            result = self._generator.generate([messages], **options)
-        elif self._cache is None:
-            result = self._begin(messages, options)
-        else:
-            result = self._go_on(self._cache, messages, options)
+        with self._generator.lock:
+            if self._reroute:
+                result = self._generator.generate([messages], **options)
+            elif self._cache is None:
+                result = self._begin(messages, options)
+            else:
+                result = self._go_on(self._cache, messages, options)
         (completion,), self.timings = result.completions, result.timings
         # A stop token is not part of the answer: the template ends the turn.
         self._pending = [] if completion.finish_reason == "stop" else completion.tokens[-1:].tolist()
@@ -110,7 +115,8 @@ class Conversation:
     def close(self) -> None:
         """Frees the cache; nothing can be sent any more."""
         if self._cache is not None:
-            self._cache.free()
+            with self._generator.lock:
+                self._cache.free()
             self._cache = None  # and with it a pool of its own
         self._closed = True
 

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 import time
 from collections.abc import Callable, Sequence
-from numbers import Integral, Real
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from elastic_jax.arguments import check_chat, check_number, check_text
 from elastic_jax.cache import PagedCache, PagePool, bucket, keeps_ring, page_bytes, pages_needed
 from elastic_jax.data.chat import ChatEncoder
 from elastic_jax.decoding import MAX_STEPS, first_token, generate_tokens
@@ -38,7 +41,6 @@ OnText = Callable[[int, str], None]
 _STREAM_STEPS = 8  # steps between two pieces of streamed text
 _USABLE = 0.8  # of the device's free memory, for a pool that has no size of its own; the rest is for activations
 _POOL_SIZES = 8  # per octave, of pools of a call's own: few shapes to compile, at most a ninth wasted
-_ROLES = ("system", "user", "assistant")
 
 
 class EncodedPrompt(NamedTuple):
@@ -122,7 +124,7 @@ class Request:
 
 
 class Generator:
-    """A model with its weights, routers and tokenizer.
+    """A model with its weights, routers and tokenizer. Calls from several threads wait for each other.
 
     Args:
       backbones: from `split_layers`.
@@ -150,11 +152,16 @@ class Generator:
         embedding = model.output_embedding(backbones[-1])
         self._dtype, (self._device, *_) = embedding.dtype, embedding.devices()
         self._page_bytes = page_bytes(model.sparsity.block_size, model.config.head_dim, self._dtype)
+        self.lock = threading.RLock()  # of whoever has the pool's pages; not of a thread's own calls, such as one made in `on_text`
         self._pool: PagePool | None = None
         if cache_gib is not None:
-            if not self._page_bytes <= cache_gib * 2**30 < math.inf:
-                raise ValueError(f"cache_gib={cache_gib}: accepted are numbers from {self._page_bytes / 2**30:.3g}, the GiB of one page")
-            self._pool = self._new_pool(int(cache_gib * 2**30 / self._page_bytes))
+            lowest, highest = self._page_bytes / 2**30, self._page_bytes  # GiB of one page, and of 2**30 pages
+            accepted = f"numbers from {lowest:.3g} to {highest}, the GiB of one page and of 2**30"
+            gib = check_number("cache_gib", cache_gib, accepted, lowest, highest)
+            try:
+                self._pool = self._new_pool(int(gib / lowest))
+            except jax.errors.JaxRuntimeError as error:
+                raise ValueError(f"cache_gib={cache_gib}: the device cannot give as much ({str(error).splitlines()[0]})") from error
 
     @property
     def encoder(self) -> ChatEncoder:
@@ -214,13 +221,14 @@ class Generator:
             logit_bias=logit_bias,
             on_text=on_text,
         )
-        started = time.perf_counter()
-        cache = self.open_cache([len(tokens) for tokens, _ in encoded], request)
-        try:
-            result = self.prefill(encoded, cache, request)
-            return self.decode(cache, result.logits, request, result.is_full, result.effective_sparsity.tolist(), started)
-        finally:
-            cache.free()
+        with self.lock:
+            started = time.perf_counter()
+            cache = self.open_cache([len(tokens) for tokens, _ in encoded], request)
+            try:
+                result = self.prefill(encoded, cache, request)
+                return self.decode(cache, result.logits, request, result.is_full, result.effective_sparsity.tolist(), started)
+            finally:
+                cache.free()
 
     def chat(self, *, system: str | None = None, reroute: bool = True) -> Conversation:
         """A conversation of several turns, see `Conversation`."""
@@ -230,30 +238,39 @@ class Generator:
 
     def encode(self, prompts: Sequence[str | Chat | EncodedPrompt]) -> list[EncodedPrompt]:
         """Tokens and the router's range of each prompt; arguments and errors as in `generate`."""
-        if isinstance(prompts, str) or not len(prompts) or isinstance(prompts[0], dict):
+        if not isinstance(prompts, Sequence) or isinstance(prompts, str | EncodedPrompt) or not prompts or isinstance(prompts[0], dict):
             raise ValueError(f"prompts={prompts!r}: accepted is a list of texts and chats, at least one")
         encoded = []
         for index, prompt in enumerate(prompts):
+            name = f"prompts[{index}]"
             if isinstance(prompt, EncodedPrompt):
-                tokens, (user_start, user_end) = prompt
-                if not 0 <= user_start < user_end <= tokens.size:
-                    raise ValueError(
-                        f"prompts[{index}] has user_turn={prompt.user_turn}: a range within its {tokens.size} tokens is needed"
-                    )
-            elif isinstance(prompt, str):
+                encoded.append(self._check_encoded(name, prompt))
+                continue
+            if isinstance(prompt, str):
+                check_text(name, prompt)
                 ids: Any = self.tokenizer(prompt, verbose=False)["input_ids"] if prompt else []
                 tokens = np.array(ids, np.int32)
-                user_start, user_end = 0, tokens.size
+                user_turn = 0, tokens.size
             else:
-                check_chat(f"prompts[{index}]", prompt)
+                check_chat(name, prompt)
                 tokens, user_end = self.encoder.encode_prompt(list(prompt))
-                user_start = 0
+                user_turn = 0, user_end
             if not tokens.size:
-                raise ValueError(f"prompts[{index}]={prompt!r} is empty: at least one token is needed")
-            if tokens.max() >= self.model.config.vocab_size:
-                raise ValueError(f"prompts[{index}] has token {tokens.max()}: the model's are 0 to {self.model.config.vocab_size - 1}")
-            encoded.append(EncodedPrompt(tokens, (user_start, user_end)))
+                raise ValueError(f"{name}={prompt!r} is empty: at least one token is needed")
+            encoded.append(self._check_encoded(name, EncodedPrompt(tokens, user_turn)))
         return encoded
+
+    def _check_encoded(self, name: str, prompt: EncodedPrompt) -> EncodedPrompt:
+        """Of a prompt that is in tokens: ValueError where tokens or range are none."""
+        tokens, turn, size = np.asarray(prompt.tokens), prompt.user_turn, self.model.config.vocab_size
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not tokens.size:
+            raise ValueError(f"{name} has tokens of shape {tokens.shape} and type {tokens.dtype}: accepted are whole numbers [n], n from 1")
+        if tokens.min() < 0 or tokens.max() >= size:
+            raise ValueError(f"{name} has tokens from {tokens.min()} to {tokens.max()}: the model's are 0 to {size - 1}")
+        whole = isinstance(turn, Sequence) and len(turn) == 2 and all(isinstance(end, Integral) for end in turn)
+        if not whole or not 0 <= turn[0] < turn[1] <= tokens.size:
+            raise ValueError(f"{name} has user_turn={turn}: a range within its {tokens.size} tokens is needed")
+        return EncodedPrompt(tokens.astype(np.int32), (int(turn[0]), int(turn[1])))
 
     def request(
         self,
@@ -273,17 +290,16 @@ class Generator:
         batch = len(is_text)
         if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens!r}: a whole number from 1 is needed")
-        if not isinstance(temperature, Real) or not 0.0 <= temperature <= np.finfo(np.float32).max:
-            raise ValueError(f"temperature={temperature!r}: accepted are numbers from 0, which is greedy")
+        temperature = check_number("temperature", temperature, "numbers from 0, which is greedy", 0.0, float(np.finfo(np.float32).max))
         if not isinstance(top_k, Integral) or top_k < 0:
             raise ValueError(f"top_k={top_k!r}: accepted are whole numbers from 0, which keeps all tokens")
-        if not isinstance(top_p, Real) or not 0.0 < top_p <= 1.0:
-            raise ValueError(f"top_p={top_p!r}: accepted are numbers in (0, 1]")
+        top_p = check_number("top_p", top_p, "numbers in (0, 1]", math.ulp(0.0), 1.0)
         seeds = range(batch) if seeds is None else seeds
         whole = isinstance(seeds, Sequence | np.ndarray) and all(isinstance(seed, Integral) for seed in seeds)
         if not whole or len(seeds) != batch or not all(0 <= seed < 2**32 for seed in seeds):
             raise ValueError(f"seeds={seeds!r}: accepted are {batch} whole numbers from 0 to 2**32 - 1, one per prompt")
-        if math.isnan(logit_bias) or (heads is not None and logit_bias):
+        logit_bias = check_number("logit_bias", logit_bias, "numbers, and none where heads are given", -math.inf, math.inf)
+        if heads is not None and logit_bias:
             raise ValueError(f"logit_bias={logit_bias}: accepted are numbers, and none where heads are given")
         sampling = Sampling(np.float32(temperature), np.int32(min(top_k, 2**31 - 1)), np.float32(top_p), np.array(seeds, np.uint32))
         stops = [self._stops(stop, text) for text in is_text]
@@ -311,6 +327,8 @@ class Generator:
             raise ValueError(f"stop={stop!r}: accepted is a list of token ids and of strings that are one token")
         tokens = []
         for item in stop:
+            if isinstance(item, str):
+                check_text("stop", item)
             found: Any = self.tokenizer(item, add_special_tokens=False)["input_ids"] if isinstance(item, str) else [item]
             if len(found) != 1 or not isinstance(found[0], int | np.integer) or not 0 <= found[0] < size:
                 what = f"is {len(found)} tokens" if isinstance(item, str) else "is no token"
@@ -330,7 +348,9 @@ class Generator:
                 raise ValueError(f'heads={heads!r}: accepted are "full", "sparse", an array and None')
             return np.full((layers, batch, kv_heads), heads == "full", np.float32)
         try:
-            plan = np.asarray(heads, np.float32)
+            plan = np.asarray(heads)
+            if plan.dtype.kind not in "biuf":
+                raise TypeError
         except (TypeError, ValueError):
             raise ValueError(f"heads={heads!r}: accepted are 0 and 1 of shape ({layers}, {kv_heads}) or ({batch}, ...)") from None
         if plan.shape not in ((layers, kv_heads), (batch, layers, kv_heads)) or not np.isin(plan, (0, 1)).all():
@@ -397,6 +417,8 @@ class Generator:
         started: float,
     ) -> Generation:
         """Goes on from the logits f32[B, V] after what the cache holds; `is_full` bool[L, B, K] and `esr` are for the results."""
+        if (damaged := np.flatnonzero(~np.asarray(_are_finite(logits)))).size:
+            raise ValueError(f"the logits of sequence {damaged[0]} are not finite: are the model's weights or its RoPE settings damaged?")
         prompt_tokens, batch = cache.lengths.copy(), len(cache.lengths)
         stops, streams = request.stops, [TextStream(self.tokenizer) for _ in cache.lengths]
         tokens: list[list[int]] = [[] for _ in streams]
@@ -455,16 +477,9 @@ class Generator:
         )
 
 
-def check_chat(name: str, chat: Any) -> None:
-    """ValueError for what is not a conversation that ends with the user."""
-    messages = list(chat) if isinstance(chat, Sequence) else []
-    if not messages or not all(
-        isinstance(m, dict) and m.get("role") in _ROLES and isinstance(m.get("content"), str) and len(m) == 2 for m in messages
-    ):
-        accepted = f'a text, or a list of {{"role", "content"}} with roles {", ".join(_ROLES)} and texts as content'
-        raise ValueError(f"{name}={chat!r}: accepted is {accepted}")
-    if messages[-1]["role"] != "user":
-        raise ValueError(f"{name} ends with a message of the role {messages[-1]['role']!r}: the last one must be the user's")
+@jax.jit
+def _are_finite(logits: jax.Array) -> jax.Array:
+    return jnp.isfinite(logits).all(axis=1)
 
 
 def _free_bytes(device: Any) -> int | None:

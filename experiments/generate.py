@@ -9,11 +9,13 @@ The text goes to standard output as it comes, everything else to standard error.
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import fcntl
 import hashlib
 import json
 import os
+import stat
 import sys
 import time
 from collections.abc import Sequence
@@ -34,6 +36,7 @@ _SAMPLE = (
     'and "seed" (a whole number from 0 to 2**32 - 1)'
 )
 _RESULT_BEGINS = b'{"fingerprint": "'
+_RESULT_FIELDS = {"fingerprint", "id", "text", "prompt_tokens", "new_tokens", "finish_reason", "msr", "esr", "seed"}
 
 
 def define_generation_flags() -> None:
@@ -212,13 +215,13 @@ class Sample:
 def read_samples(file: str, values: flags.FlagValues) -> list[Sample]:
     """The prompts of a file; ValueError names the line that is none. Empty lines are passed over."""
     samples: dict[str | int, Sample] = {}
-    for number, line in enumerate(Path(file).read_bytes().split(b"\n"), 1):
+    for number, line in enumerate(Path(file).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line.decode())
             json.dumps(row, ensure_ascii=False).encode()  # half of a surrogate pair is no text
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{file}, line {number} is not JSON ({error}): accepted is {_SAMPLE}") from error
         if not isinstance(row, dict) or row.keys() - {"id", "prompt", "messages", "seed"} or ("prompt" in row) == ("messages" in row):
             raise ValueError(f"{file}, line {number}: accepted is {_SAMPLE}")
@@ -251,6 +254,8 @@ def finished(file: IO[bytes], fingerprints: dict[str | int, str]) -> set[str | i
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise ValueError(f"{file.name} is being written by another run: {other}") from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        raise ValueError(f"{file.name} is no file: {other}")
     file.seek(0)
     content = file.read()
     *lines, rest = content.split(b"\n")
@@ -260,8 +265,12 @@ def finished(file: IO[bytes], fingerprints: dict[str | int, str]) -> set[str | i
             result = json.loads(line)
             key, fingerprint = result["id"], result["fingerprint"]
             known = fingerprints.get(key)
-        except (ValueError, TypeError, KeyError) as error:
+            if set(result) != _RESULT_FIELDS:
+                raise KeyError("other fields")
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(f"{file.name}, line {number} is no result of this program: {other}") from error
+        if key in done:
+            raise ValueError(f"{file.name}, line {number} has a second result for id={key!r}: remove one, or {other}")
         if fingerprint != known:
             raise ValueError(f"{file.name}, line {number} (id={key!r}) is of a prompt or settings that are not the ones now: {other}")
         done.add(key)
@@ -341,7 +350,7 @@ def _run(values: flags.FlagValues) -> None:
     samples = read_samples(values.batch, values) if values.batch is not None else []
     text = "" if values.batch is not None or values.chat else _read_prompt(values)
     options: dict[str, Any] = {name: values[name].value for name in ("max_new_tokens", "temperature", "top_k", "top_p", "logit_bias")}
-    stop = None if values.stop is None else [int(item) if item.isdecimal() else item for item in values.stop]
+    stop = None if values.stop is None else [int(item) if item.isascii() and item.isdecimal() else item for item in values.stop]
 
     compiling, started = CompileTime(), time.perf_counter()
     generator, settings, _ = load_generator(values.router, values.cache_gib)

@@ -1,5 +1,7 @@
 """Generation as a user calls it, on a tiny model with a byte tokenizer: text, plans, streams, conversations, refusals."""
 
+import concurrent.futures
+import copy
 import dataclasses
 import functools
 
@@ -15,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from elastic_jax import decoding
 from elastic_jax.checkpoints import RunDirectory
 from elastic_jax.elastic import ElasticModel, split_layers
-from elastic_jax.generate import Generator
+from elastic_jax.generate import EncodedPrompt, Generator
 from elastic_jax.models.decoder import Decoder
 from elastic_jax.text_stream import TextStream
 from elastic_jax.trainer import TrainConfig, init_state
@@ -366,6 +368,17 @@ def test_a_shared_pool_that_is_used_up_says_what_would_do():
         ({"heads": "half"}, "heads='half'"),
         ({"heads": np.ones((2, 2))}, r"heads has shape \(2, 2\)"),
         ({"heads": np.full((3, 2), 0.5)}, "0 and 1 of shape"),
+        ({"heads": np.ones((3, 2)) * 1j}, "0 and 1 of shape"),
+        ({"heads": [["1", "0"]] * 3}, "0 and 1 of shape"),
+        ({"prompts": None}, "accepted is a list of texts and chats"),
+        ({"prompts": (text for text in "x")}, "accepted is a list of texts and chats"),
+        ({"prompts": EncodedPrompt(np.array([1]), (0, 1))}, "accepted is a list of texts and chats"),
+        ({"prompts": ["\ud800x"]}, r"prompts\[0\] has half of a surrogate pair at character 0"),
+        ({"prompts": [user("x\ud800")]}, "half of a surrogate pair at character 1"),
+        ({"stop": ["\ud800"]}, "stop has half of a surrogate pair"),
+        ({"temperature": 10**400}, "temperature=1000"),
+        ({"top_p": "1"}, "top_p='1'"),
+        ({"logit_bias": None}, "logit_bias=None"),
         ({"logit_bias": float("nan")}, "logit_bias=nan"),
         ({"logit_bias": 1.0, "heads": "full"}, "none where heads are given"),
     ],
@@ -375,12 +388,53 @@ def test_refuses(changes, message):
         generator().generate(**({"prompts": ["x"], "max_new_tokens": 2} | changes))
 
 
+@pytest.mark.parametrize(
+    ("tokens", "turn", "message"),
+    [
+        ([-1, 2], (0, 2), f"tokens from -1 to 2: the model's are 0 to {VOCABULARY - 1}"),
+        ([1, VOCABULARY], (0, 2), f"tokens from 1 to {VOCABULARY}"),
+        ([1.9, 2], (0, 2), "type float64: accepted are whole numbers"),
+        ([True], (0, 1), "type bool"),
+        ([[1, 2]], (0, 2), r"shape \(1, 2\)"),
+        ([], (0, 0), r"shape \(0,\)"),
+        ("ab", (0, 2), "accepted are whole numbers"),
+        ([1, 2], (1, 1), r"user_turn=\(1, 1\): a range within its 2 tokens"),
+        ([1, 2], (0, 1, 2), "user_turn"),
+        ([1, 2], None, "user_turn=None"),
+    ],
+)
+def test_refuses_what_are_no_tokens(tokens, turn, message):
+    with pytest.raises(ValueError, match=message):
+        generator().generate([EncodedPrompt(tokens, turn)], max_new_tokens=2)
+
+
+def test_threads_that_share_a_pool_wait_for_each_other():
+    model = generator(cache_gib=POOL_GIB)
+    prompts = ["a", "bc", LONG, "d" * 60]
+    answer = lambda prompt: model.generate([prompt], max_new_tokens=NEW, stop=[]).completions[0].text
+    expected = [answer(prompt) for prompt in prompts]
+    with concurrent.futures.ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(answer, prompts * 4)) == expected * 4
+    nested = []
+    model.generate(["a"], max_new_tokens=NEW, stop=[], on_text=lambda *_: nested.append(answer("bc")))
+    assert set(nested) == {expected[1]}
+
+
+def test_damaged_weights_give_no_text():
+    model = copy.copy(generator())
+    model.backbones = tuple(jax.tree.map(lambda x: x * np.nan, backbone) for backbone in model.backbones)
+    with pytest.raises(ValueError, match="the logits of sequence 0 are not finite"):
+        model.generate(["a"], max_new_tokens=2)
+    assert model._pool.num_free == POOL_PAGES
+
+
 def test_refuses_what_the_model_lacks():
     with pytest.raises(ValueError, match="this model has no router, so a plan must be given"):
         generator(router=False).generate(["x"], max_new_tokens=2)
     assert generator(router=False).generate([LONG], max_new_tokens=NEW, heads="full").completions[0].msr == 0
-    with pytest.raises(ValueError, match="cache_gib=1e-09: accepted are numbers from 1.91e-06, the GiB of one page"):
-        generator(cache_gib=1e-9)
+    for size in (1e-9, 1e12, "1", float("nan")):
+        with pytest.raises(ValueError, match=rf"cache_gib={size!r}: accepted are numbers from 1.91e-06 to 2048, the GiB of one page"):
+            generator(cache_gib=size)
     model, backbone, routers = lively_model(changes={"vocab_size": VOCABULARY}, sparsity=SPARSITY)
     model = Generator(model, split_layers(backbone), routers, PreTrainedTokenizerFast(tokenizer_object=TOKENIZER.backend_tokenizer))
     with pytest.raises(ValueError, match="has no chat_template"):

@@ -216,20 +216,35 @@ def test_a_results_file_is_taken_up_or_left_alone(tmp_path):
         with out.open("ab+") as file:
             return generate.finished(file, ids)
 
-    lines = [json.dumps({"fingerprint": fingerprint, "id": key}) + "\n" for key, fingerprint in ids.items()]
+    rest = {"text": "", "prompt_tokens": 1, "new_tokens": 1, "finish_reason": "stop", "msr": 0.0, "esr": None, "seed": 0}
+    lines = [json.dumps({"fingerprint": fingerprint, "id": key} | rest) + "\n" for key, fingerprint in ids.items()]
     assert finished("") == set()
     assert finished("".join(lines)) == {1, "two"}
     for rest in (lines[1][:-1], lines[1][:20], lines[1][:3]):
         assert finished(lines[0] + rest) == {1}
         assert out.read_text() == lines[0]
-    for other in (lines[0].replace("aa", "cc"), lines[0].replace("1", "3")):
+    for other in (lines[0].replace("aa", "cc"), lines[0].replace('"id": 1', '"id": 3')):
         with pytest.raises(ValueError, match=r"line 1 \(id=\d\) is of a prompt or settings that are not the ones now"):
             finished(other)
         assert out.read_text() == other
-    for other in ('{"id": 1}\n', "notes", "notes\n", "[1]\n", '{"id": [1], "fingerprint": ""}\n', '{"id": 1, "fingerprint": "aa"}'):
+    with pytest.raises(ValueError, match="line 3 has a second result for id=1: remove one"):
+        finished("".join([*lines, lines[0]]))
+    assert out.read_text().count("\n") == 3
+    for other in (
+        '{"id": 1}\n',
+        '{"fingerprint": "aa", "id": 1}\n',
+        "[" * 100_000 + "\n",
+        "notes",
+        "notes\n",
+        "[1]\n",
+        '{"id": [1], "fingerprint": ""}\n',
+        '{"id": 1, "fingerprint": "aa"}',
+    ):
         with pytest.raises(ValueError, match="line 1 is no result of this program"):
             finished(other)
         assert out.read_text() == other
+    with open("/dev/full", "ab+") as device, pytest.raises(ValueError, match="/dev/full is no file"):
+        generate.finished(device, ids)
     with out.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match="is being written by another run"):
@@ -240,6 +255,7 @@ def test_a_results_file_is_taken_up_or_left_alone(tmp_path):
     ("line", "message"),
     [
         ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ('{"prompt": "\\ud800"}', "is not JSON"),
         ("[]", 'accepted is a JSON object with "prompt"'),
         ({"text": "x"}, 'accepted is a JSON object with "prompt"'),
