@@ -9,6 +9,7 @@ The router decides once per prompt, at its end; decoding keeps that plan. Axis l
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import time
@@ -24,6 +25,7 @@ from elastic_jax.data.chat import ChatEncoder
 from elastic_jax.decoding import MAX_STEPS, first_token, generate_tokens
 from elastic_jax.elastic import Arrays, ElasticModel, LayerBackbones
 from elastic_jax.prefill import Prefilled, prefill
+from elastic_jax.replicas import copy_to
 from elastic_jax.sampling import Sampling
 from elastic_jax.text_stream import TextStream, decode_text
 
@@ -149,12 +151,24 @@ class Generator:
         self._encoder: ChatEncoder | None = None
         embedding = model.output_embedding(backbones[-1])
         self._dtype, (self._device, *_) = embedding.dtype, embedding.devices()
+        # Arrays that are bound to a device and arrays that are not would make two programs of one.
+        self._bound = self._device if embedding.committed else None
         self._page_bytes = page_bytes(model.sparsity.block_size, model.config.head_dim, self._dtype)
         self._pool: PagePool | None = None
+        self._cache_gib = cache_gib
         if cache_gib is not None:
             if not self._page_bytes <= cache_gib * 2**30 < math.inf:
                 raise ValueError(f"cache_gib={cache_gib}: accepted are numbers from {self._page_bytes / 2**30:.3g}, the GiB of one page")
             self._pool = self._new_pool(int(cache_gib * 2**30 / self._page_bytes))
+
+    def on(self, devices: Sequence[Any]) -> list[Generator]:
+        """A generator on each device, with weights, cache and tokenizer of its own, so that each may run in its own thread."""
+        return [self if device == self._device else self._on(device) for device in devices]
+
+    def _on(self, device: Any) -> Generator:
+        backbones, router = copy_to(device, (self.backbones, self.router))
+        tokenizer = copy.deepcopy(self.tokenizer)
+        return Generator(self.model, backbones, router, tokenizer, stop_tokens=sorted(self._stop_tokens), cache_gib=self._cache_gib)
 
     @property
     def encoder(self) -> ChatEncoder:
@@ -379,7 +393,7 @@ class Generator:
             pool.grow(bucket(pool.num_pages + missing, 1, per_octave=_POOL_SIZES) - pool.num_pages)
 
     def _new_pool(self, pages: int) -> PagePool:
-        return PagePool(pages, self.model.sparsity.block_size, self.model.config.head_dim, self._dtype)
+        return PagePool(pages, self.model.sparsity.block_size, self.model.config.head_dim, self._dtype, device=self._bound)
 
     def prefill(self, encoded: Sequence[tuple[np.ndarray, tuple[int, int]]], cache: PagedCache, request: Request) -> Prefilled:
         tokens, user_turns = zip(*encoded)
