@@ -133,7 +133,9 @@ class PagePool:
 
     def _renew(self) -> None:
         shape = (self.num_pages, *self._page)
-        self.pages: Pages | None = Pages(*(jnp.zeros(shape, self._dtype, device=self.device) for _ in range(2)))
+        with jax.default_device(self.device):  # `jnp.zeros(device=)` makes them where JAX puts arrays and copies them
+            pages = Pages(jnp.zeros(shape, self._dtype), jnp.zeros(shape, self._dtype))
+        self.pages: Pages | None = jax.device_put(pages, self.device)
         self.free_pages = np.arange(self.num_pages, dtype=np.int32)[::-1]
 
     def lend(self) -> Pages:
@@ -319,7 +321,7 @@ class PagedCache:
         """All layers' tables on the device, for these sequences; ValueError where one of them was freed."""
         self.check(sequences)
         if self._device is None:
-            self._device = self._tables(*(jnp.asarray(x, device=self.pool.device) for x in (self._table, self._ring)))
+            self._device = self._tables(*jax.device_put((self._table, self._ring), self.pool.device))
         return self._device
 
     def _tables(self, table: Any, ring: Any) -> HeadTables:

@@ -61,10 +61,10 @@ def map_batches(workers: Sequence[W], batches: Iterable[T], function: Callable[[
             done.put(None)
 
     threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in workers]
-    for thread in threads:
-        thread.start()
     failure, running = None, len(threads)
     try:
+        for thread in threads:
+            thread.start()
         while running:
             try:
                 result = done.get()
@@ -86,4 +86,5 @@ def map_batches(workers: Sequence[W], batches: Iterable[T], function: Callable[[
     finally:
         stopped.set()
         for thread in threads:
-            thread.join()
+            if thread.is_alive():
+                thread.join()
