@@ -292,7 +292,7 @@ def _batch(
         except ValueError as error:
             raise ValueError(f"{values.batch}, line {sample.line}: {error}") from error
     fingerprints = {sample.id: sample.fingerprint(settings) for sample in samples}
-    calls, size = [], values.batch_size
+    calls, size, started = [], values.batch_size, time.perf_counter()
     Path(values.out).parent.mkdir(parents=True, exist_ok=True)
     with Path(values.out).open("ab+") as file:
         done = finished(file, fingerprints)
@@ -317,7 +317,7 @@ def _batch(
                     bar.update(len(group))
         except KeyboardInterrupt:
             sys.exit(f"interrupted: {len(done)} of {len(samples)} results are in {values.out}; the same command goes on")
-    several = f"added up over {len(generators)} devices: " if len(generators) > 1 else ""
+    several = f"added up over {len(generators)} devices, {time.perf_counter() - started:.2f} s together: " if len(generators) > 1 else ""
     _say(several + summary(calls) if calls else "nothing was left to do")
     _say(f"{len(samples)} results are in {values.out}")
 
