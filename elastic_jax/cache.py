@@ -18,6 +18,7 @@ on the host, where pages are handed out before a program runs, never inside one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -133,7 +134,8 @@ class PagePool:
 
     def _renew(self) -> None:
         shape = (self.num_pages, *self._page)
-        with jax.default_device(self.device):  # `jnp.zeros(device=)` makes them where JAX puts arrays and copies them
+        # `jnp.zeros(device=)` makes them where JAX puts arrays and copies them.
+        with contextlib.nullcontext() if self.device is None else jax.default_device(self.device):
             pages = Pages(jnp.zeros(shape, self._dtype), jnp.zeros(shape, self._dtype))
         self.pages: Pages | None = jax.device_put(pages, self.device)
         self.free_pages = np.arange(self.num_pages, dtype=np.int32)[::-1]

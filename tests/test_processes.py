@@ -50,7 +50,7 @@ def collectives(text):
 
 def check_collectives(devices):
     """The step's only collective is one sum of the trainable arrays' gradients and the metrics, far less than the backbone."""
-    model, backbone = tiny_model()
+    model, backbone = tiny_model(implementation="xla")
     mesh = data_mesh(devices)
     step, state = make_train_step(model, CONFIG, mesh), replicate(init_state(model, CONFIG), mesh)
     batch = shard_batch(SyntheticPacks().batch(0, CONFIG.micro_batches(len(devices))), mesh)
@@ -78,7 +78,7 @@ def test_a_step_on_two_gpus_has_one_all_reduce_and_the_losses_of_one_gpu():
     if len(devices) < 2:
         pytest.skip("one GPU: two are needed")
     check_collectives(devices[:2])
-    model, backbone = tiny_model()
+    model, backbone = tiny_model(implementation="xla")
     losses = []
     for count in (1, 2):
         mesh = data_mesh(devices[:count])

@@ -10,7 +10,11 @@ import time
 import jax
 import pytest
 
+from elastic_jax.elastic import split_layers
+from elastic_jax.generate import Generator
 from elastic_jax.replicas import map_batches
+from tests.test_generate import LONG, TOKENIZER, VOCABULARY
+from tests.tiny import lively_model
 
 
 @pytest.mark.parametrize("workers", [1, 3, 8])
@@ -151,12 +155,11 @@ def test_three_devices_give_the_results_of_one(tmp_path):
 
 @pytest.mark.gpu
 def test_two_gpus_generate_what_one_does():
-    from tests.test_generate import LONG, generator
-
     devices = jax.devices("gpu")
     if len(devices) < 2:
         pytest.skip("one GPU: two are needed")
-    models = generator(cache_gib=None).on(devices[:2])
+    model, backbone, router = lively_model(changes={"vocab_size": VOCABULARY}, implementation="xla")
+    models = Generator(model, split_layers(backbone), router, TOKENIZER).on(devices[:2])
     prompts = [LONG[number:] for number in range(4)]
 
     def generate(model, prompt):
