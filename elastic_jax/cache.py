@@ -18,6 +18,7 @@ on the host, where pages are handed out before a program runs, never inside one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -113,6 +114,9 @@ def write_token(pages: Pages, tables: HeadTables, k: jax.Array, v: jax.Array, po
 class PagePool:
     """Device memory for pages and the list of those that are free. Several caches may share it.
 
+    Args:
+      device: where it lies and its caches' tables do; None: where JAX puts arrays.
+
     Attributes:
       pages: the device arrays. A jitted function that takes them as donated gets them from `lend` and returns new ones, which belong here
         again; where it fails, they are gone for all caches of the pool.
@@ -120,17 +124,20 @@ class PagePool:
       losses: how often that has happened.
     """
 
-    def __init__(self, num_pages: int, page: int, head_dim: int, dtype: jax.typing.DTypeLike) -> None:
+    def __init__(self, num_pages: int, page: int, head_dim: int, dtype: jax.typing.DTypeLike, *, device: Any = None) -> None:
         if num_pages < 1:
             raise ValueError(f"num_pages={num_pages}: at least 1 is needed")
-        self.num_pages, self._page, self._dtype = num_pages, (page, head_dim), dtype
+        self.num_pages, self._page, self._dtype, self.device = num_pages, (page, head_dim), dtype, device
         self.page_bytes = page_bytes(page, head_dim, dtype)
         self.losses = 0
         self._renew()
 
     def _renew(self) -> None:
         shape = (self.num_pages, *self._page)
-        self.pages: Pages | None = Pages(jnp.zeros(shape, self._dtype), jnp.zeros(shape, self._dtype))
+        # `jnp.zeros(device=)` makes them where JAX puts arrays and copies them.
+        with contextlib.nullcontext() if self.device is None else jax.default_device(self.device):
+            pages = Pages(jnp.zeros(shape, self._dtype), jnp.zeros(shape, self._dtype))
+        self.pages: Pages | None = jax.device_put(pages, self.device)
         self.free_pages = np.arange(self.num_pages, dtype=np.int32)[::-1]
 
     def lend(self) -> Pages:
@@ -316,7 +323,7 @@ class PagedCache:
         """All layers' tables on the device, for these sequences; ValueError where one of them was freed."""
         self.check(sequences)
         if self._device is None:
-            self._device = self._tables(jnp.asarray(self._table), jnp.asarray(self._ring))
+            self._device = self._tables(*jax.device_put((self._table, self._ring), self.pool.device))
         return self._device
 
     def _tables(self, table: Any, ring: Any) -> HeadTables:

@@ -16,6 +16,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_jax.config import RouterConfig, SparsityConfig
 from elastic_jax.elastic import Arrays, ElasticModel
+from elastic_jax.processes import in_first
 from elastic_jax.trainer import TrainConfig, TrainState, data_mesh, init_state
 
 _SETTINGS = "settings.json"
@@ -24,7 +25,8 @@ _SETTINGS = "settings.json"
 class RunDirectory:
     """A run's folder, to be used in a `with` statement.
 
-    It holds `settings.json`, `checkpoints/`, `metrics.jsonl`, `tensorboard/` and whatever programs add.
+    It holds `settings.json`, `checkpoints/`, `metrics.jsonl`, `tensorboard/` and whatever programs add. Of several processes that train
+    together all open it, save and load; the first one holds the lock and writes the files beside the checkpoints.
 
     Args:
       path: the folder.
@@ -47,15 +49,7 @@ class RunDirectory:
         elif keep < 1:
             raise ValueError(f"keep={keep}: at least 1 checkpoint must be kept")
         else:
-            try:
-                self.path.mkdir(parents=True, exist_ok=True)
-                self._lock = (self.path / ".lock").open("w")
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                cast(IO[str], self._lock).close()
-                raise ValueError(f"{path} is in use by another training run") from error
-            except OSError as error:
-                raise ValueError(f"{path} cannot be a run's folder: {error.strerror}") from error
+            in_first(self._take)
         self._checkpointer = ocp.training.Checkpointer(
             str(checkpoints),
             # Orbax's own policies do not match the protocol that it declares for them.
@@ -63,6 +57,17 @@ class RunDirectory:
             # What a killed run left half-written. A reader must not: it may be a save in progress.
             cleanup_tmp_directories=keep is not None,
         )
+
+    def _take(self) -> None:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            cast(IO[str], self._lock).close()
+            raise ValueError(f"{self.path} is in use by another training run") from error
+        except OSError as error:
+            raise ValueError(f"{self.path} cannot be a run's folder: {error.strerror}") from error
 
     def settings(self) -> dict[str, Any]:
         """The settings that the run was started with; ValueError where the folder holds no run."""
@@ -79,7 +84,9 @@ class RunDirectory:
 
     def claim(self, settings: dict[str, Any]) -> None:
         """Records the run's settings; ValueError where the folder holds a run with others, naming each that differs."""
-        settings = json.loads(json.dumps(settings))
+        in_first(lambda: self._claim(json.loads(json.dumps(settings))))
+
+    def _claim(self, settings: dict[str, Any]) -> None:
         file = self.path / _SETTINGS
         if file.exists():
             old = self.settings()

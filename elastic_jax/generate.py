@@ -9,6 +9,7 @@ The router decides once per prompt, at its end; decoding keeps that plan. Axis l
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import threading
@@ -27,6 +28,7 @@ from elastic_jax.data.chat import ChatEncoder
 from elastic_jax.decoding import MAX_STEPS, first_token, generate_tokens
 from elastic_jax.elastic import Arrays, ElasticModel, LayerBackbones
 from elastic_jax.prefill import Prefilled, prefill
+from elastic_jax.replicas import copy_to
 from elastic_jax.sampling import Sampling
 from elastic_jax.text_stream import TextStream, decode_text
 
@@ -151,9 +153,12 @@ class Generator:
         self._encoder: ChatEncoder | None = None
         embedding = model.output_embedding(backbones[-1])
         self._dtype, (self._device, *_) = embedding.dtype, embedding.devices()
+        # Arrays that are bound to a device and arrays that are not would make two programs of one.
+        self._bound = self._device if embedding.committed else None
         self._page_bytes = page_bytes(model.sparsity.block_size, model.config.head_dim, self._dtype)
         self.lock = threading.RLock()  # of whoever has the pool's pages; not of a thread's own calls, such as one made in `on_text`
         self._pool: PagePool | None = None
+        self._cache_gib = cache_gib
         if cache_gib is not None:
             lowest, highest = self._page_bytes / 2**30, self._page_bytes  # GiB of one page, and of 2**30 pages
             accepted = f"numbers from {lowest:.3g} to {highest}, the GiB of one page and of 2**30"
@@ -162,6 +167,15 @@ class Generator:
                 self._pool = self._new_pool(int(gib / lowest))
             except jax.errors.JaxRuntimeError as error:
                 raise ValueError(f"cache_gib={cache_gib}: the device cannot give as much ({str(error).splitlines()[0]})") from error
+
+    def on(self, devices: Sequence[Any]) -> list[Generator]:
+        """A generator on each device, with weights, cache and tokenizer of its own, so that each may run in its own thread."""
+        return [self if device == self._device else self._on(device) for device in devices]
+
+    def _on(self, device: Any) -> Generator:
+        backbones, router = copy_to(device, (self.backbones, self.router))
+        tokenizer = copy.deepcopy(self.tokenizer)
+        return Generator(self.model, backbones, router, tokenizer, stop_tokens=sorted(self._stop_tokens), cache_gib=self._cache_gib)
 
     @property
     def encoder(self) -> ChatEncoder:
@@ -399,7 +413,7 @@ class Generator:
             pool.grow(bucket(pool.num_pages + missing, 1, per_octave=_POOL_SIZES) - pool.num_pages)
 
     def _new_pool(self, pages: int) -> PagePool:
-        return PagePool(pages, self.model.sparsity.block_size, self.model.config.head_dim, self._dtype)
+        return PagePool(pages, self.model.sparsity.block_size, self.model.config.head_dim, self._dtype, device=self._bound)
 
     def prefill(self, encoded: Sequence[tuple[np.ndarray, tuple[int, int]]], cache: PagedCache, request: Request) -> Prefilled:
         tokens, user_turns = zip(*encoded)

@@ -9,11 +9,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -31,6 +32,7 @@ from elastic_jax.objective import (
 from elastic_jax.optim import OptimizerConfig, make_optimizer, schedule
 from elastic_jax.plan import model_sparsity
 
+T = TypeVar("T")
 TemperatureSchedule = Literal["cosine", "exponential"]
 
 
@@ -124,14 +126,26 @@ def init_state(model: ElasticModel, config: TrainConfig) -> TrainState:
 
 
 def data_mesh(devices: Sequence[Any] | None = None) -> Mesh:
-    """One mesh axis, `data`, over the given devices (default: all)."""
+    """One mesh axis, `data`, over the given devices (default: all of all processes)."""
     devices = jax.devices() if devices is None else devices
     return jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
 
 
 def shard_batch(batch: PackedBatch, mesh: Mesh) -> PackedBatch:
-    """Puts [A, B, ...] numpy packs on the mesh, B split over its devices."""
-    return jax.device_put(batch, NamedSharding(mesh, P(None, "data")))
+    """Puts [A, B, ...] numpy packs on the mesh, B split over its devices. Each process gives all packs and puts its own devices' there."""
+    sharding = NamedSharding(mesh, P(None, "data"))
+    return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, sharding, lambda index: x[index]), batch)
+
+
+def replicate(arrays: T, mesh: Mesh) -> T:
+    """Puts arrays on every device of the mesh; each process gives the same ones."""
+    sharding = NamedSharding(mesh, P())
+
+    # `jax.device_put` would compare the processes' arrays, which sends all weights through the network.
+    def put(x: jax.Array) -> jax.Array:
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, [jax.device_put(x, device) for device in mesh.local_devices])
+
+    return jax.tree.map(put, arrays)
 
 
 def binary_entropy(logit: jax.Array) -> jax.Array:
@@ -145,7 +159,7 @@ def make_train_step(
     """Returns the jitted step (state, backbone, batch[A, B, ...]) -> (state, metrics).
 
     The state is donated. The backbone is an argument that is only read: it gets no gradient and is not returned. The only
-    collective is one sum over the devices of the trainable arrays' gradients and the metrics.
+    collective is one sum over the devices of one vector, the trainable arrays' gradients and the metrics.
 
     Metrics (float32): `lm_loss`, `penalty`, `loss` (means over the step's packs), `grad_norm` (before clipping), `update_norm`,
     `temperature`, `router_lr`, `multiplier_lr`; and by task class, N values each: `documents`, `msr`, `document_penalty`, `entropy`
@@ -182,7 +196,9 @@ def make_train_step(
 
         shapes = jax.eval_shape(jax.grad(loss_of_shard, has_aux=True), trainable, backbone, jax.tree.map(lambda x: x[0], batch), noise)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        return jax.lax.psum(jax.lax.scan(micro, zeros, batch)[0], "data")
+        # As one vector it is one all-reduce on every backend, not one for each array.
+        vector, unravel = ravel_pytree(jax.lax.scan(micro, zeros, batch)[0])
+        return unravel(jax.lax.psum(vector, "data"))
 
     sharded_grads = jax.shard_map(grads_of_shard, mesh=mesh, in_specs=(P(), P(), P(None, "data"), P()), out_specs=P(), check_vma=False)
 

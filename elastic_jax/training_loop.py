@@ -13,15 +13,15 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from elastic_jax.checkpoints import RunDirectory
 from elastic_jax.data.batch import PackedBatch
 from elastic_jax.data.tasks import TaskClass
 from elastic_jax.elastic import Arrays, ElasticModel
-from elastic_jax.trainer import TrainConfig, TrainState, init_state, make_train_step, shard_batch
+from elastic_jax.processes import in_any, in_first, is_first
+from elastic_jax.trainer import TrainConfig, TrainState, init_state, make_train_step, replicate, shard_batch
 
 
 class NonFiniteLossError(RuntimeError):
@@ -128,8 +128,8 @@ def train(
 ) -> tuple[TrainState, bool]:
     """Trains to `config.optimizer.steps`, going on from the run's newest checkpoint where it has one.
 
-    A resumed run is bit-identical to an uninterrupted one on the same devices. SIGTERM and Ctrl-C end the run after the current
-    step with a checkpoint.
+    A resumed run is bit-identical to an uninterrupted one on the same devices. SIGTERM and Ctrl-C, in any of the processes, end the run
+    after the current step with a checkpoint. The first process writes the metrics.
 
     Returns:
       the last state, and whether training is complete (False after a signal).
@@ -138,15 +138,15 @@ def train(
       NonFiniteLossError: names the step and its packs; nothing of that step is saved.
     """
     shape = config.micro_batches(mesh.size)
-    state = jax.device_put(init_state(model, config), NamedSharding(mesh, P()))
+    state = replicate(init_state(model, config), mesh)
     if run.latest_step is not None:
         state = run.load(state, mesh)
     train_step = make_train_step(model, config, mesh)
     steps, first = config.optimizer.steps, int(state.step)
     with contextlib.ExitStack() as stack:
         stopped = stack.enter_context(_stop_flag())
-        log = stack.enter_context(contextlib.closing(MetricsLog(run.path, first)))
-        bar = stack.enter_context(tqdm(total=steps, initial=first, unit="step"))
+        log = in_first(lambda: stack.enter_context(contextlib.closing(MetricsLog(run.path, first))))
+        bar = stack.enter_context(tqdm(total=steps, initial=first, unit="step", disable=not is_first()))
         batches = (shard_batch(data.batch(step, shape), mesh) for step in range(first, steps))
         batch = next(batches, None)
         for step in range(first, steps):
@@ -164,12 +164,13 @@ def train(
                 )
             record = _record(metrics, config)
             record["tokens_per_second"] = config.global_batch * tokens_per_pack / (time.perf_counter() - started)
-            log.write(step, record)
+            if log is not None:
+                log.write(step, record)
             documents = metrics["documents"]
             msr = float(np.nansum(np.where(documents > 0, metrics["msr"], 0.0) * documents) / max(documents.sum(), 1))
             bar.set_postfix_str(f"loss {record['loss']:.3f}, MSR {msr:.2f}, {record['tokens_per_second']:.0f} tokens/s")
             bar.update()
-            stop = bool(stopped)
+            stop = in_any(bool(stopped))
             if step + 1 == steps or (step + 1) % checkpoint_every == 0 or stop:
                 run.save(state)
             if stop:

@@ -1,6 +1,7 @@
 """Evaluates a trained run, or any model on a benchmark.
 
 `--suite=heldout` compares a run's router with full, all-sparse and random routing on held-out documents; the others run a benchmark.
+All GPUs of the machine share the batches.
 
 python -m experiments.evaluate --suite=heldout --out=runs/smollm2
 python -m experiments.evaluate --suite=ruler --preset=smoke --router=runs/smollm2 --out=runs/ruler
@@ -49,9 +50,8 @@ def _heldout(out: str, rows: int, random_seeds: int, batch_size: int, seed: int,
     packs = [fill_pack([d], pack_tokens=tokens, block_size=block, max_documents=1, loss_on="answer") for d in chosen]
     batches = heldout_batches(packs, [document.kind for document in chosen], batch_size)
     started = time.perf_counter()
-    report: dict[str, Any] = evaluate_heldout(
-        HeldoutScorer(model, backbone, state.trainable["router"], batches), random_seeds=random_seeds, seed=seed, logit_bias=logit_bias
-    )
+    scorer = HeldoutScorer(model, backbone, state.trainable["router"], batches, devices=jax.local_devices())
+    report: dict[str, Any] = evaluate_heldout(scorer, random_seeds=random_seeds, seed=seed, logit_bias=logit_bias)
     device = jax.devices()[0].device_kind
     report |= {"logit_bias": logit_bias, "step": int(state.step), "settings": settings, "device": device, "jax": jax.__version__}
     path = run.path / "heldout.json"

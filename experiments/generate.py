@@ -17,6 +17,7 @@ import json
 import os
 import stat
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from absl import app, flags, logging
 from tqdm import tqdm
 
 from elastic_jax.generate import Completion, Generator, Timings
+from elastic_jax.replicas import map_batches
 from experiments.common import define_model_flags, errors_in_one_line, load_generator, read_heads, use_compilation_cache
 
 _INPUTS = ("prompt", "prompt_file", "chat", "batch")
@@ -62,20 +64,23 @@ def define_generation_flags() -> None:
 
 
 class CompileTime:
-    """When JAX made programs: tracing, lowering, and compiling or reading from the cache. Nested ones count once."""
+    """When JAX made programs in this thread: tracing, lowering, and compiling or reading from the cache. Nested ones count once."""
 
     def __init__(self) -> None:
-        self._spans: list[tuple[float, float]] = []
+        self._local = threading.local()
         jax.monitoring.register_event_time_span_listener(self._take)
 
     def _take(self, event: str, start_time: float, end_time: float, **_: str | int) -> None:
         if event.startswith("/jax/core/compile/"):
-            self._spans.append((start_time, end_time))
+            self._spans().append((start_time, end_time))
+
+    def _spans(self) -> list[tuple[float, float]]:
+        return self._local.__dict__.setdefault("spans", [])
 
     def within(self, begin: float, end: float) -> float:
         """Seconds of it between two values of `time.time()`."""
         total = 0.0
-        for start, stop in sorted(self._spans):
+        for start, stop in sorted(self._spans()):
             start, stop = max(start, begin), min(stop, end)
             if stop > start:
                 total, begin = total + stop - start, stop
@@ -296,27 +301,33 @@ def _batch(
         except ValueError as error:
             raise ValueError(f"{values.batch}, line {sample.line}: {error}") from error
     fingerprints = {sample.id: sample.fingerprint(settings) for sample in samples}
-    calls = []
+    calls, size, started = [], values.batch_size, time.perf_counter()
     Path(values.out).parent.mkdir(parents=True, exist_ok=True)
     with Path(values.out).open("ab+") as file:
         done = finished(file, fingerprints)
         # The longest first: should memory not do, that is told at once.
         left = sorted((s for s in samples if s.id not in done), key=lambda sample: -lengths[sample.id])
+        groups = [left[start : start + size] for start in range(0, len(left), size)]
+        generators = generator.on(jax.local_devices()[: max(1, len(groups))])
+
+        def answer(generator: Generator, group: list[Sample]) -> Call:
+            begun = time.time()
+            result = generator.generate([s.prompt for s in group], seeds=[s.seed for s in group], **options)
+            return measured(compiling, begun, result.completions, result.timings)
+
         try:
             with tqdm(total=len(samples), initial=len(done), unit="prompt") as bar:
-                for start in range(0, len(left), values.batch_size):
-                    group = left[start : start + values.batch_size]
-                    begun = time.time()
-                    result = generator.generate([s.prompt for s in group], seeds=[s.seed for s in group], **options)
-                    calls.append(measured(compiling, begun, result.completions, result.timings))
-                    results = zip(group, result.completions, strict=True)
+                for group, call in map_batches(generators, groups, answer):
+                    calls.append(call)
+                    results = zip(group, call.completions, strict=True)
                     file.write(b"".join(_result_line(sample, fingerprints[sample.id], result) for sample, result in results))
                     file.flush()
                     done |= {sample.id for sample in group}
                     bar.update(len(group))
         except KeyboardInterrupt:
             sys.exit(f"interrupted: {len(done)} of {len(samples)} results are in {values.out}; the same command goes on")
-    _say(summary(calls) if calls else "nothing was left to do")
+    several = f"added up over {len(generators)} devices, {time.perf_counter() - started:.2f} s together: " if len(generators) > 1 else ""
+    _say(several + summary(calls) if calls else "nothing was left to do")
     _say(f"{len(samples)} results are in {values.out}")
 
 

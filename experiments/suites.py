@@ -133,11 +133,12 @@ def _answer(suite: str, out: str, batch_size: int, seed: int, logit_bias: float)
         "max_prompt_tokens": selection.max_prompt_tokens,
         "max_new_tokens": selection.max_new_tokens,
     }
-    device = jax.devices()[0].device_kind
-    environment = {"source": str(source), "router_run": values.router, "device": device, "jax": jax.__version__, "batch_size": batch_size}
+    devices = jax.local_devices()
+    environment = {"source": str(source), "router_run": values.router, "device": devices[0].device_kind, "devices": len(devices)}
+    environment |= {"jax": jax.__version__, "batch_size": batch_size}
     with ResultsFolder(out, settings, environment) as results:
         print(f"{len(samples)} samples; {len(results.records)} answers in {out}")
-        run_samples(generator, samples, results, config)
+        run_samples(generator, samples, results, config, devices=devices)
 
 
 def _selection(suite: str) -> _Selection:

@@ -1,18 +1,20 @@
 """Trains the routers of a frozen model; start the same command again to go on after a stop or a kill.
 
 python -m experiments.train --out=runs/smollm2 --pack_tokens=8192 --block_size=64 --sink_tokens=64 --local_tokens=256
+
+All GPUs of the machine share each step's packs; `experiments/launch_node.sh` starts a process per GPU, or several nodes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import signal
 import sys
 import time
 from typing import Any
 
-import jax
 from absl import app, flags, logging
-from jax.sharding import NamedSharding, PartitionSpec
 
 from elastic_jax.checkpoints import RunDirectory
 from elastic_jax.data.dataset import PackedDataset
@@ -20,7 +22,8 @@ from elastic_jax.data.packing import check_pack_shape
 from elastic_jax.data.sources import needs_tokenizer
 from elastic_jax.objective import PenaltyConfig
 from elastic_jax.optim import OptimizerConfig
-from elastic_jax.trainer import TrainConfig, data_mesh
+from elastic_jax.processes import check_same, in_first, is_first, join_processes
+from elastic_jax.trainer import TrainConfig, data_mesh, replicate
 from elastic_jax.training_loop import train
 from experiments.common import (
     check_length,
@@ -110,7 +113,9 @@ def _run(settings: dict[str, Any], out: str, checkpoint_every: int, keep: int, w
     with RunDirectory(out, keep=keep) as run:
         started = time.perf_counter()
         documents = load_run_documents(settings, source, model, split="train", rows=settings["corpus_rows"], workers=workers)
-        run.claim(settings | {"data_sha256": documents.fingerprint})
+        settings |= {"data_sha256": documents.fingerprint}
+        check_same("their settings, their data or the newest checkpoint of --out", json.dumps([settings, run.latest_step], sort_keys=True))
+        run.claim(settings)
         print(f"data: {time.perf_counter() - started:.0f} s\n{documents.report}")
         packs = PackedDataset(
             documents,
@@ -129,7 +134,7 @@ def _run(settings: dict[str, Any], out: str, checkpoint_every: int, keep: int, w
             print(f"going on from step {run.latest_step}")
         _, complete = train(
             model,
-            jax.device_put(backbone, NamedSharding(mesh, PartitionSpec())),
+            replicate(backbone, mesh),
             packs,
             config,
             run,
@@ -138,7 +143,7 @@ def _run(settings: dict[str, Any], out: str, checkpoint_every: int, keep: int, w
             checkpoint_every=checkpoint_every,
         )
         print(f"{'trained' if complete else 'stopped'}: checkpoint of step {run.latest_step} in {run.path}")
-        print(f"wrote {plot_training(run.path)}")
+        in_first(lambda: print(f"wrote {plot_training(run.path)}"))
 
 
 def main(argv: list[str]) -> None:
@@ -149,7 +154,11 @@ def main(argv: list[str]) -> None:
     values = flags.FLAGS
     # Until training has its own handler there is nothing to save.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with errors_in_one_line():
+    with errors_in_one_line(), contextlib.ExitStack() as stack:
+        if values.distributed:
+            join_processes()
+            if not is_first():
+                stack.enter_context(contextlib.redirect_stdout(None))  # what there is to say, the first process says
         settings = model_settings() | {name: values[name].value for name in _TRAINING_FLAGS}
         _run(settings, values.out, values.checkpoint_every, values.keep, values.workers)
 
@@ -160,4 +169,5 @@ if __name__ == "__main__":
     flags.DEFINE_string("out", "runs/train", "Folder of the run: checkpoints, metrics, plots.")
     flags.DEFINE_integer("checkpoint_every", 100, "Steps between checkpoints.")
     flags.DEFINE_integer("keep", 1, "Checkpoints that stay.")
+    flags.DEFINE_boolean("distributed", False, "This is one of several processes that train together (experiments/launch_node.sh).")
     app.run(main)

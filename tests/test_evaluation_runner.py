@@ -37,9 +37,9 @@ def samples():
     return made
 
 
-def run(out, model, wanted, **options):
+def run(out, model, wanted, devices=(), **options):
     with ResultsFolder(out, SETTINGS, {"device": "cpu"}) as results:
-        run_samples(model, wanted, results, RunConfig(**options), quiet=True)
+        run_samples(model, wanted, results, RunConfig(**options), devices=devices, quiet=True)
 
 
 def lines(out):

@@ -403,6 +403,28 @@ def test_ctrl_c_keeps_what_is_done(folders, program, tmp_path):
     assert sorted(result["id"] for result in read_lines(out)) == list(range(1, 41))
 
 
+def test_several_devices_share_the_batches_and_change_no_result(folders, tmp_path, monkeypatch):
+    """3 devices: for more batches than devices, and for fewer in a run that goes on."""
+    batch = write_lines(tmp_path / "in.jsonl", [{"prompt": TEXT[number:]} for number in range(10)])
+    results = {}
+    for devices in ("1", "3"):
+        monkeypatch.setenv("JAX_NUM_CPU_DEVICES", devices)
+        out = tmp_path / f"{devices}.jsonl"
+        with start(folders, f"--batch={batch}", f"--out={out}", "--batch_size=2", "--temperature=0.7") as process:
+            err = process.communicate(timeout=300)[1].decode()
+        assert process.returncode == 0, err
+        assert ("added up over 3 devices, " in err) == (devices == "3")
+        results[devices] = sorted(out.read_text().splitlines())
+    assert results["3"] == results["1"]
+    (tmp_path / "3.jsonl").write_text("".join(f"{line}\n" for line in results["3"][:-3]))
+    with start(folders, f"--batch={batch}", f"--out={tmp_path / '3.jsonl'}", "--batch_size=2", "--temperature=0.7") as process:
+        err = process.communicate(timeout=300)[1].decode()
+    assert "added up over 2 devices, " in err
+    # Other batches are other sums, of which only the last bits of the sparsity can tell.
+    texts = lambda path: sorted((result["id"], result["text"]) for result in read_lines(path))
+    assert texts(tmp_path / "3.jsonl") == texts(tmp_path / "1.jsonl")
+
+
 @pytest.mark.assets
 def test_the_demo_model_answers(program):
     try:

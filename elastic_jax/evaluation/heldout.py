@@ -10,8 +10,7 @@ Axis letters: L layers, B documents in a batch (one per pack), T tokens, K KV he
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from elastic_jax.data.batch import PackedBatch, stack_packs
 from elastic_jax.data.tasks import TaskClass
 from elastic_jax.elastic import Arrays, ElasticModel
 from elastic_jax.objective import token_losses
+from elastic_jax.replicas import copy_to, map_batches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,10 +79,15 @@ def _answer_scores(model: ElasticModel, backbone: Arrays, hidden: jax.Array, bat
 
 
 class HeldoutScorer:
-    """Compiles two programs (routed and given decisions) and runs them over the batches."""
+    """Compiles two programs (routed and given decisions) and runs them over the batches.
 
-    def __init__(self, model: ElasticModel, backbone: Arrays, router: Arrays, batches: list[HeldoutBatch]):
-        self._model, self._backbone, self._router, self._batches = model, backbone, router, batches
+    Args:
+      devices: that share the batches, the first of them the one where the arrays are; None given: that one alone.
+    """
+
+    def __init__(self, model: ElasticModel, backbone: Arrays, router: Arrays, batches: list[HeldoutBatch], *, devices: Sequence[Any] = ()):
+        self._batches = batches
+        self._copies = [(router, backbone), *(copy_to(device, (router, backbone)) for device in devices[1 : len(batches)])]
 
         @jax.jit
         def routed(router: Arrays, backbone: Arrays, packs: PackedBatch, position: jax.Array, logit_bias: jax.Array):
@@ -106,35 +111,40 @@ class HeldoutScorer:
         """Kind of each document, str[M]."""
         return np.array([kind for batch in self._batches for kind in batch.kinds])
 
-    def _collect(self, name: str, results: Iterator[Any]) -> Scores:
-        rows = []
-        for batch, result in zip(tqdm(self._batches, desc=name, leave=False), results, strict=True):
+    def _collect(self, name: str, run: Callable[[Arrays, Arrays, int, HeldoutBatch], Any]) -> Scores:
+        """Scores of run(router, backbone, number, batch) for all batches."""
+
+        def scores(copy: tuple[Arrays, Arrays], item: tuple[int, HeldoutBatch]) -> tuple[np.ndarray, ...]:
+            number, batch = item
             real = len(batch.kinds)
-            loss, hit, full, esr = jax.device_get(result)
-            rows.append((loss[:real], hit[:real], np.moveaxis(full[:, :real, 0], 1, 0) > 0.5, esr[:real, 0]))
-        loss, hit, is_full, esr = (np.concatenate(column) for column in zip(*rows, strict=True))
+            loss, hit, full, esr = jax.device_get(run(*copy, number, batch))
+            return loss[:real], hit[:real], np.moveaxis(full[:, :real, 0], 1, 0) > 0.5, esr[:real, 0]
+
+        results = map_batches(self._copies, enumerate(self._batches), scores)
+        rows = {number: row for (number, _), row in tqdm(results, desc=name, leave=False, total=len(self._batches))}
+        loss, hit, is_full, esr = (np.concatenate(column) for column in zip(*(rows[number] for number in sorted(rows)), strict=True))
         return Scores(loss=loss, hit=hit, is_full=is_full, effective_sparsity=esr)
 
     def routed(self, logit_bias: float = 0.0) -> Scores:
         """Scores under the learned router."""
-        run = partial(self._routed_program, self._router, self._backbone)
-        return self._collect("routed", (run(b.packs, b.answer_position, jnp.float32(logit_bias)) for b in self._batches))
+
+        def run(router: Arrays, backbone: Arrays, _: int, batch: HeldoutBatch) -> Any:
+            return self._routed_program(router, backbone, batch.packs, batch.answer_position, np.float32(logit_bias))
+
+        return self._collect("routed", run)
 
     def forced(self, is_full: np.ndarray) -> Scores:
         """Scores under given decisions, bool[M, L, K]."""
+        ends = np.cumsum([len(batch.kinds) for batch in self._batches])
 
-        def decisions() -> Iterator[np.ndarray]:
-            start = 0
-            for batch in self._batches:
-                part = is_full[start : start + len(batch.kinds)]
-                start += len(batch.kinds)
-                missing = len(batch.answer_position) - len(part)
-                part = np.concatenate([part, np.repeat(part[-1:], missing, axis=0)])
-                yield np.moveaxis(part, 0, 1)[:, :, None].astype(np.float32)  # [L, B, C=1, K]
+        def run(_: Arrays, backbone: Arrays, number: int, batch: HeldoutBatch) -> Any:
+            part = is_full[ends[number] - len(batch.kinds) : ends[number]]
+            missing = len(batch.answer_position) - len(part)
+            part = np.concatenate([part, np.repeat(part[-1:], missing, axis=0)])
+            decisions = np.moveaxis(part, 0, 1)[:, :, None].astype(np.float32)  # [L, B, C=1, K]
+            return self._forced_program(backbone, batch.packs, batch.answer_position, decisions)
 
-        program = self._forced_program
-        results = (program(self._backbone, b.packs, b.answer_position, d) for b, d in zip(self._batches, decisions(), strict=True))
-        return self._collect("given decisions", results)
+        return self._collect("given decisions", run)
 
 
 def random_decisions(sparse_heads: np.ndarray, layers: int, heads: int, rng: np.random.Generator) -> np.ndarray:

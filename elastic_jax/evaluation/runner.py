@@ -16,7 +16,8 @@ from elastic_jax.evaluation.metrics import METRICS, Metric
 from elastic_jax.evaluation.prompts import SamplePrompt, encode_sample
 from elastic_jax.evaluation.results import Record, ResultsFolder
 from elastic_jax.evaluation.samples import Sample
-from elastic_jax.generate import Completion, Generator
+from elastic_jax.generate import Completion, Generation, Generator
+from elastic_jax.replicas import map_batches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,10 +61,21 @@ class _Item:
         return len(self.encoded.prompt.tokens)
 
 
-def run_samples(generator: Generator, samples: Iterable[Sample], results: ResultsFolder, config: RunConfig, *, quiet: bool = False) -> None:
+def run_samples(
+    generator: Generator,
+    samples: Iterable[Sample],
+    results: ResultsFolder,
+    config: RunConfig,
+    *,
+    devices: Sequence[Any] = (),
+    quiet: bool = False,
+) -> None:
     """Answers and scores the samples that the folder has no result of.
 
-    Results do not depend on the batches, on the samples' order or on interruptions.
+    Results do not depend on the batches, on the samples' order, on interruptions or on the devices.
+
+    Args:
+      devices: that share the batches; the weights are copied to as many as there are batches for. None given: the generator's own.
 
     Raises:
       ValueError: two samples have one id, the folder has a result of another prompt under a sample's id, a metric is unknown, or as in
@@ -87,30 +99,43 @@ def run_samples(generator: Generator, samples: Iterable[Sample], results: Result
             raise ValueError(f"{results.path} has a result of {sample.id!r} for another prompt: give another folder")
     # In tokens, since a sample of 128K takes as long as many of 4K.
     progress = tqdm(total=done + sum(item.tokens for item in items), initial=done, unit=" tokens", unit_scale=True, disable=quiet)
-    left, shapes = len(items), set()
+    batches, left = list(_batches(items, config)), len(items)
+    generators = generator.on(devices[: max(1, len(batches))]) if devices else [generator]
+    shapes = [set() for _ in generators]  # that each has compiled
+
+    def answer(number: int, batch: Sequence[_Item]) -> tuple[Generation, bool]:
+        result = _generate(generators[number], batch, config)
+        shape = len(batch), batch[0].padded, batch[0].sample.max_new_tokens
+        first = shape not in shapes[number]
+        shapes[number].add(shape)
+        return result, first
+
     with progress:
-        for batch in _batches(items, config):
-            progress.set_description(f"{left} answers left, {batch[0].sample.task}")
-            generation = generator.generate(
-                [item.encoded.prompt for item in batch],
-                max_new_tokens=batch[0].sample.max_new_tokens,
-                temperature=config.temperature,
-                top_k=config.top_k,
-                top_p=config.top_p,
-                seeds=[zlib.crc32(f"{config.seed}/{item.sample.id}".encode()) for item in batch],
-                stop=[*generator.default_stops(not batch[0].sample.chat), *batch[0].sample.stop],
-                heads=config.heads,
-                logit_bias=config.logit_bias,
-            )
+        progress.set_description(f"{left} answers left")
+        for batch, (generation, first) in map_batches(range(len(generators)), batches, answer):
             timing: Record = {"length": batch[0].sample.length, "rows": len(batch), "padded_tokens": batch[0].padded}
-            shape = (*timing.values(), batch[0].sample.max_new_tokens)[1:]
             timing |= {name: getattr(generation.timings, name) for name in ("prefill_seconds", "decode_seconds", "steps", "cache_mib")}
-            # The first batch of its shape is compiled in this time.
-            timing |= {"prompt_tokens": sum(item.tokens for item in batch), "first": shape not in shapes}
-            shapes.add(shape)
+            # The first batch of its shape is compiled in this time, on every device.
+            timing |= {"prompt_tokens": sum(item.tokens for item in batch), "first": first}
             results.add([_record(item, completion) for item, completion in zip(batch, generation.completions, strict=True)], timing)
             left -= len(batch)
+            progress.set_description(f"{left} answers left, last of {batch[0].sample.task}")
             progress.update(sum(item.tokens for item in batch))
+
+
+def _generate(generator: Generator, batch: Sequence[_Item], config: RunConfig) -> Generation:
+    sample = batch[0].sample
+    return generator.generate(
+        [item.encoded.prompt for item in batch],
+        max_new_tokens=sample.max_new_tokens,
+        temperature=config.temperature,
+        top_k=config.top_k,
+        top_p=config.top_p,
+        seeds=[zlib.crc32(f"{config.seed}/{item.sample.id}".encode()) for item in batch],
+        stop=[*generator.default_stops(not sample.chat), *sample.stop],
+        heads=config.heads,
+        logit_bias=config.logit_bias,
+    )
 
 
 def _metric(sample: Sample) -> Metric:

@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# Runs a program of experiments/ on the GPUs of this node.
+#
+#   experiments/launch_node.sh train --out=runs/mine ...                  one process for all GPUs of the node
+#   PROCESSES=8 experiments/launch_node.sh train --out=runs/mine ...      a process per GPU (or another number that divides them)
+#   NODES=2 NODE_RANK=0 COORDINATOR=10.0.0.1:29400 PROCESSES=8 ...        the same command on each node, NODE_RANK 0 on COORDINATOR's
+#
+# Only train runs in several processes; evaluate and generate use the GPUs of one. All nodes must see the same files, and --out must be in
+# a folder that they share. CUDA_VISIBLE_DEVICES limits the node's GPUs. When a process fails the others are ended and the exit status is
+# that of the failure; SIGTERM and Ctrl-C reach all processes, so that training saves. PYTHON names the interpreter (default: python3).
+set -euo pipefail
+
+die() {
+    echo "error: $*" >&2
+    exit 1
+}
+
+[[ $# -gt 0 ]] || die "usage: [PROCESSES=N] [NODES=N NODE_RANK=R COORDINATOR=HOST:PORT] $0 train|evaluate|generate FLAGS"
+program=$1
+shift
+processes=${PROCESSES:-1} nodes=${NODES:-1} rank=${NODE_RANK:-0} python=${PYTHON:-python3}
+for name in processes nodes rank; do
+    [[ ${!name} =~ ^[0-9]{1,4}$ ]] || die "${name^^}=${!name}: a whole number is needed"
+done
+((processes >= 1)) || die "PROCESSES=$processes: at least 1 is needed"
+((nodes >= 1)) || die "NODES=$nodes: at least 1 is needed"
+((rank < nodes)) || die "NODE_RANK=$rank: accepted are 0 to $((nodes - 1)), since NODES=$nodes"
+total=$((processes * nodes))
+[[ $total == 1 || $program == train ]] || die "$program runs in one process and uses all GPUs of the node: PROCESSES and NODES are for train"
+[[ $nodes == 1 || -n ${COORDINATOR:-} ]] || die "COORDINATOR is not set: NODES=$nodes needs the host of NODE_RANK 0 and a free port there, HOST:PORT"
+
+# NCCL's own words where it fails, instead of XLA's one line. It finds NVLink and InfiniBand by itself, and a step has one all-reduce of a few
+# megabytes at its end, so there is nothing for XLA's flags to overlap. In a container several processes need shared memory (--ipc=host).
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN}
+
+if ((total == 1)); then
+    exec "$python" -m "experiments.$program" "$@"
+fi
+
+if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
+    IFS=, read -ra gpus <<<"$CUDA_VISIBLE_DEVICES"
+    count=${#gpus[@]}
+elif command -v nvidia-smi >/dev/null; then
+    count=$(nvidia-smi --list-gpus | grep -c '^GPU') || count=0
+else
+    count=0 # a CPU, where every process has devices of its own
+fi
+((count % processes == 0)) || die "PROCESSES=$processes does not divide the $count GPUs of this node"
+
+# A port that is free now; nodes must agree on one, so there it is given.
+free_port='import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+export JAX_COORDINATOR_ADDRESS=${COORDINATOR:-127.0.0.1:$("$python" -c "$free_port")}
+export JAX_NUM_PROCESSES=$total
+# Several processes tokenise at once.
+export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
+
+running=()
+stop() { kill -s "$1" "${running[@]}" 2>/dev/null || true; }
+# A terminal sends Ctrl-C to all processes as well, and a second one would end them without a checkpoint.
+trap 'stop TERM' TERM INT
+
+for ((i = 0; i < processes; i++)); do
+    if ((count > 0)); then
+        share=$((count / processes))
+        # Places in CUDA_VISIBLE_DEVICES, which stays as it is. JAX takes memory on these GPUs alone, so its share needs no change.
+        JAX_LOCAL_DEVICE_IDS=$(seq -s, $((i * share)) $(((i + 1) * share - 1)))
+        export JAX_LOCAL_DEVICE_IDS
+    fi
+    JAX_PROCESS_ID=$((rank * processes + i)) "$python" -m "experiments.$program" --distributed "$@" &
+    running+=($!)
+done
+
+status=0
+while ((${#running[@]})); do
+    code=0
+    wait -n -p ended "${running[@]}" || code=$?
+    # A signal ends the wait, not a process.
+    [[ -n ${ended:-} ]] || continue
+    left=()
+    for process in "${running[@]}"; do
+        [[ $process == "$ended" ]] || left+=("$process")
+    done
+    running=("${left[@]}")
+    if ((code != 0 && status == 0)); then
+        status=$code
+        if ((${#running[@]})); then
+            echo "error: a process ended with status $code: ending the other ${#running[@]}" >&2
+            # Their collectives wait for one that is gone, so they cannot end by themselves.
+            sleep 2
+            stop KILL
+        fi
+    fi
+done
+exit "$status"

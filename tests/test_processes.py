@@ -1,0 +1,265 @@
+"""Training on several devices and in several processes: one all-reduce a step, the same losses, one writer, and nobody is left behind."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from elastic_jax.checkpoints import RunDirectory
+from elastic_jax.processes import join_processes
+from elastic_jax.trainer import data_mesh, init_state, make_train_step, replicate, shard_batch
+from elastic_jax.training_loop import read_metrics
+from tests.test_programs import command, workshop  # noqa: F401
+from tests.test_trainer import CONFIG, loop
+from tests.tiny import SyntheticPacks, tiny_model
+
+LAUNCHER = Path(__file__).parents[1] / "experiments" / "launch_node.sh"
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def start(program, number, count, port, devices=1, arguments=()):
+    """One of `count` processes of a program."""
+    names = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": count, "JAX_PROCESS_ID": number}
+    environment = os.environ | {name: str(value) for name, value in (names | {"JAX_NUM_CPU_DEVICES": devices}).items()}
+    arguments = [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)]
+    return subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def collectives(text):
+    """(name, elements) of each collective of a compiled program; f32 alone."""
+    names = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute|collective-broadcast"
+    found = re.findall(rf"= (\S.*?) ({names})(?:-start)?\(", text)
+    sizes = [[int(np.prod([int(n) for n in dims.split(",") if n] or [1])) for dims in re.findall(r"f32\[([\d,]*)\]", s)] for s, _ in found]
+    return [(name, sum(size)) for (_, name), size in zip(found, sizes)]
+
+
+def check_collectives(devices):
+    """The step's only collective is one sum of the trainable arrays' gradients and the metrics, far less than the backbone."""
+    model, backbone = tiny_model(implementation="xla")
+    mesh = data_mesh(devices)
+    step, state = make_train_step(model, CONFIG, mesh), replicate(init_state(model, CONFIG), mesh)
+    batch = shard_batch(SyntheticPacks().batch(0, CONFIG.micro_batches(len(devices))), mesh)
+    compiled = step.lower(state, replicate(backbone, mesh), batch).compile()
+    trained = sum(x.size for x in jax.tree.leaves(state.trainable))
+    metrics = 2 + 4 * 5  # two losses, and by class: documents, sparsity, penalty, entropy
+    assert collectives(compiled.as_text()) == [("all-reduce", trained + metrics)]
+    assert all(x.is_fully_replicated for x in jax.tree.leaves(compiled.output_shardings))
+
+
+def test_a_step_has_one_all_reduce_of_the_routers_gradients():
+    """In a process of its own: the number of CPU devices is fixed when JAX starts."""
+    program = """
+        import jax
+        jax.config.update("jax_num_cpu_devices", 4)
+        from tests.test_processes import check_collectives
+        check_collectives(jax.devices())
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], timeout=300, check=True)
+
+
+@pytest.mark.gpu
+def test_a_step_on_two_gpus_has_one_all_reduce_and_the_losses_of_one_gpu():
+    devices = jax.devices("gpu")
+    if len(devices) < 2:
+        pytest.skip("one GPU: two are needed")
+    check_collectives(devices[:2])
+    model, backbone = tiny_model(implementation="xla")
+    losses = []
+    for count in (1, 2):
+        mesh = data_mesh(devices[:count])
+        step, state, copies = make_train_step(model, CONFIG, mesh), replicate(init_state(model, CONFIG), mesh), replicate(backbone, mesh)
+        for number in range(3):
+            batch = shard_batch(SyntheticPacks().batch(number, CONFIG.micro_batches(count)), mesh)
+            state, metrics = step(state, copies, batch)
+            losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses[3:], losses[:3], rtol=1e-4)
+
+
+PROGRAM = """
+    import json, pathlib, sys
+    import jax
+    from elastic_jax.processes import check_same, in_first, join_processes
+    join_processes(timeout=200)
+    from elastic_jax.checkpoints import RunDirectory
+    from elastic_jax.trainer import data_mesh, replicate
+    from elastic_jax.training_loop import train
+    from tests.test_trainer import CONFIG, StopsAt
+    from tests.tiny import SyntheticPacks, tiny_model
+
+    out, said = pathlib.Path(sys.argv[1]), []
+    assert (jax.process_count(), len(jax.devices()), len(jax.local_devices())) == (2, 4, 2)
+    model, backbone = tiny_model()
+    mesh, number = data_mesh(), jax.process_index()
+    for packs in (StopsAt(3) if number == 1 else SyntheticPacks(), SyntheticPacks()):
+        with RunDirectory(out, keep=1) as run:
+            run.claim({"seed": CONFIG.seed})
+            state, complete = train(model, replicate(backbone, mesh), packs, CONFIG, run, mesh, tokens_per_pack=128, checkpoint_every=10)
+            said.append([int(state.step), complete, run.latest_step])
+            try:
+                run.claim({"seed": 0})
+            except ValueError as error:
+                said.append("other settings" in str(error))
+    try:
+        check_same("their number", str(number))
+    except ValueError as error:
+        said.append(str(error))
+    said.append(in_first(lambda: number))
+    out.with_name(f"said{number}").write_text(json.dumps(said))
+"""
+
+
+def test_two_processes_train_as_one_device_does_and_stop_together(tmp_path):
+    """A signal that one of them gets ends both after the same step; the run goes on from the checkpoint that both wrote."""
+    loop(tmp_path / "one")
+    port = free_port()
+    both = [start(PROGRAM, number, 2, port, devices=2, arguments=[tmp_path / "two"]) for number in range(2)]
+    errors = [process.communicate(timeout=300)[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], errors
+    for number, first in enumerate((0, None)):
+        said = json.loads((tmp_path / f"said{number}").read_text())
+        differ = "processes 0 and 1 differ in their number: all need the same flags, the same files and the same folder"
+        assert said == [[3, False, 3], True, [4, True, 4], True, differ, first]
+    one, two = read_metrics(tmp_path / "one"), read_metrics(tmp_path / "two")
+    assert [record["step"] for record in two] == [0, 1, 2, 3]
+    for name in ("loss", "lm_loss", "penalty", "grad_norm"):
+        np.testing.assert_allclose([record[name] for record in two], [record[name] for record in one], rtol=1e-4)
+    model, _ = tiny_model()
+    with RunDirectory(tmp_path / "one") as a, RunDirectory(tmp_path / "two") as b:
+        mesh = data_mesh(jax.devices()[:1])
+        states = [run.load(init_state(model, CONFIG), mesh) for run in (a, b)]
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5), *(state.trainable for state in states))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"JAX_PROCESS_ID": None}, "JAX_PROCESS_ID is not set, but JAX_COORDINATOR_ADDRESS is"),
+        ({"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES=two: a whole number is needed"),
+        ({"JAX_PROCESS_ID": "2"}, "JAX_PROCESS_ID=2: accepted are 0 to 1, since JAX_NUM_PROCESSES=2"),
+        ({"JAX_COORDINATOR_ADDRESS": "10.0.0.1"}, "accepted is the host and port of process 0"),
+    ],
+)
+def test_what_does_not_tell_who_a_process_is_is_refused(monkeypatch, changes, message):
+    given = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
+    for name, value in (given | changes).items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        join_processes()
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_process_that_is_alone_gives_up_with_one_line(number):
+    program = "from elastic_jax.processes import join_processes; join_processes(timeout=2)"
+    port = free_port()
+    process = start(program, number, 2, port)
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert f"error: process {number} of 2, coordinator 127.0.0.1:{port}: not all processes were there within 2 s\n" in err
+
+
+def launch(arguments, **environment):
+    names = {name: value for name, value in os.environ.items() if name not in ("PROCESSES", "NODES", "NODE_RANK", "COORDINATOR")}
+    options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([LAUNCHER, *arguments], env=names | {"PYTHON": sys.executable} | environment, **options)
+
+
+def test_the_launcher_trains_in_two_processes_and_in_one(workshop):  # noqa: F811
+    for name, environment in (("launched", {"PROCESSES": "2"}), ("alone", {})):
+        flags = command(workshop, workshop / name, steps=2)[3:]
+        process = launch(["train", *flags], **environment)
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+        assert out.count("trained: checkpoint of step 2") == 1
+    launched, alone = read_metrics(workshop / "launched"), read_metrics(workshop / "alone")
+    assert [record["step"] for record in launched] == [0, 1]
+    np.testing.assert_allclose([r["loss"] for r in launched], [r["loss"] for r in alone], rtol=1e-4)
+    # What all processes refuse is said and ends all.
+    process = launch(["train", *command(workshop, workshop / "refused", steps=2, global_batch=3)[3:]], PROCESSES="2")
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert "error: global_batch=3 is not a multiple of packs_per_device=1 x 2 devices" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        ([], {}, "usage: "),
+        (["train"], {"PROCESSES": "0"}, "PROCESSES=0: at least 1"),
+        (["train"], {"PROCESSES": "all"}, "PROCESSES=all: a whole number"),
+        (["train"], {"PROCESSES": "2", "CUDA_VISIBLE_DEVICES": "0,1,2"}, "PROCESSES=2 does not divide the 3 GPUs"),
+        (["train"], {"NODES": "2"}, "COORDINATOR is not set"),
+        (["train"], {"NODES": "2", "NODE_RANK": "2", "COORDINATOR": "a:1"}, "NODE_RANK=2: accepted are 0 to 1"),
+        (["evaluate"], {"PROCESSES": "2"}, "evaluate runs in one process"),
+    ],
+)
+def test_the_launcher_refuses_in_one_line(arguments, environment, message):
+    process = launch(arguments, **environment)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert message in err
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    """Instead of Python: process 1 does what its flag says, the others wait."""
+    file = tmp_path / "python"
+    file.write_text(
+        "#!/bin/bash\n"
+        'echo "$JAX_PROCESS_ID of $JAX_NUM_PROCESSES at $JAX_COORDINATOR_ADDRESS on $JAX_LOCAL_DEVICE_IDS: $*"\n'
+        "if [[ $4 == fail && $JAX_PROCESS_ID == 3 ]]; then exit 7; fi\n"
+        "trap 'echo saved; exit 0' TERM\n"
+        "for i in {1..600}; do sleep 0.1; done\n"
+    )
+    file.chmod(0o755)
+    return {
+        "PYTHON": str(file),
+        "PROCESSES": "2",
+        "NODES": "2",
+        "NODE_RANK": "1",
+        "COORDINATOR": "node0:1234",
+        "CUDA_VISIBLE_DEVICES": "4,5,6,7",
+    }
+
+
+def test_a_failure_ends_the_others_with_its_status(stand_in):
+    process = launch(["train", "fail"], **stand_in)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 7
+    assert "a process ended with status 7: ending the other 1" in err
+    assert sorted(out.splitlines()) == [
+        "2 of 4 at node0:1234 on 0,1: -m experiments.train --distributed fail",
+        "3 of 4 at node0:1234 on 2,3: -m experiments.train --distributed fail",
+    ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_all(stand_in, number):
+    process = launch(["train", "wait"], **stand_in)
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(2)]
+    assert all(" of 4 at " in line for line in lines)
+    time.sleep(0.3)  # until the traps are set
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert out == "saved\n" * 2
