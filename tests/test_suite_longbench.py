@@ -213,6 +213,9 @@ def test_files_that_are_not_what_they_should_be(tmp_path):
     file.write_bytes(b"[1]\n")
     with pytest.raises(ValueError, match="lcc_e.jsonl:1: an object with named values is needed, found list"):
         longbench_e.samples(file, tasks=["lcc"])
+    file.write_bytes(good + b"[" * 100_000 + b"\n")
+    with pytest.raises(ValueError, match=r"lcc_e.jsonl:2: not valid JSON for Python \(nested too deeply\)"):
+        longbench_e.samples(file, tasks=["lcc"])
     file.write_bytes(b"\n")
     with pytest.raises(ValueError, match="lcc_e.jsonl: no records"):
         longbench_e.samples(file, tasks=["lcc"])
@@ -366,6 +369,9 @@ def test_v2_damaged_json(tmp_path):
         longbench_v2.samples(tmp_path)
     file.write_bytes(json.dumps([_question(0, context="café")], ensure_ascii=False).encode("latin-1"))
     with pytest.raises(ValueError, match="data.json, row 0: column 'context' is not valid UTF-8"):
+        longbench_v2.samples(tmp_path)
+    file.write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"data.json: not valid JSON for Python \(nested too deeply\)"):
         longbench_v2.samples(tmp_path)
     file.write_text("{}")
     with pytest.raises(ValueError, match="data.json: a list of records is needed, found dict"):

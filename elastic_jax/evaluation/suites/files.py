@@ -83,6 +83,8 @@ def read_json(path: Path) -> Any:
         return json.loads(content.decode("utf-8-sig", "surrogateescape"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: {_no_json(content, error)}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path}: not valid JSON for Python (nested too deeply)") from error
 
 
 def text(record: Record, column: str, where: str, *, empty: bool = False) -> str:
@@ -163,6 +165,8 @@ def _read_jsonl(lines: Iterable[bytes], path: str) -> Iterator[Located]:
             record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8", "surrogateescape"))
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}:{number}: {_no_json(line, error)}") from error
+        except RecursionError as error:
+            raise ValueError(f"{path}:{number}: not valid JSON for Python (nested too deeply)") from error
         yield f"{path}:{number}", record
 
 
