@@ -146,7 +146,7 @@ def read_heads(heads: str | None) -> Any:
             plan = np.array(json.loads(file.read_text(encoding="utf-8")))
         else:
             raise ValueError("neither of these")
-    except (ValueError, EOFError) as error:
+    except (ValueError, EOFError, RecursionError) as error:
         raise ValueError(f"--heads={heads}: {accepted} ({error})") from error
     if plan.ndim != 2 or plan.dtype.kind not in "biuf":
         raise ValueError(f"--heads={heads}: {accepted}, not an array of shape {plan.shape} and type {plan.dtype}")
