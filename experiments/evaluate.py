@@ -11,6 +11,7 @@ python -m experiments.evaluate --suite=ruler --preset=smoke --heads=full --out=r
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from typing import Any
@@ -21,6 +22,7 @@ from absl import app, flags, logging
 from elastic_jax.checkpoints import RunDirectory
 from elastic_jax.data.packing import fill_pack
 from elastic_jax.evaluation.heldout import HeldoutScorer, evaluate_heldout, heldout_batches, report_table
+from elastic_jax.evaluation.results import replacing
 from elastic_jax.trainer import data_mesh, init_state
 from experiments.common import (
     MODEL_FLAGS,
@@ -55,12 +57,14 @@ def _heldout(out: str, rows: int, random_seeds: int, batch_size: int, seed: int,
     device = jax.devices()[0].device_kind
     report |= {"logit_bias": logit_bias, "step": int(state.step), "settings": settings, "device": device, "jax": jax.__version__}
     path = run.path / "heldout.json"
-    path.write_text(json.dumps(report, indent=2) + "\n")
+    with replacing(path) as file:
+        file.write_text(json.dumps(report, indent=2) + "\n")
     table = (
         f"Held-out documents, router of step {int(state.step)}; answer loss in nats per token; {random_seeds} draws of random "
         f"routing at the router's sparsity; {device}, jax {jax.__version__}\n\n{report_table(report)}\n"
     )
-    (run.path / "heldout.md").write_text(table)
+    with replacing(run.path / "heldout.md") as file:
+        file.write_text(table, encoding="utf-8")
     print(f"\n{table}\n{time.perf_counter() - started:.0f} s; wrote {path}, heldout.md and {plot_heads(run.path, report).name}")
 
 
@@ -83,6 +87,10 @@ def main(argv: list[str]) -> None:
     use_compilation_cache()
     values = flags.FLAGS
     with errors_in_one_line():
+        if values.out == "":
+            raise ValueError("--out is empty: give a folder, or leave the flag out")
+        if not math.isfinite(values.logit_bias):
+            raise ValueError(f"--logit_bias={values.logit_bias}: a finite number is needed; --heads=full or sparse makes all heads alike")
         if values.suite == "heldout":
             if given := [name for name in MODEL_FLAGS if values[name].present]:
                 raise ValueError(f"--{given[0]}: held-out documents are scored with the model of the run in --out")

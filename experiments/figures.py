@@ -14,6 +14,7 @@ import numpy as np
 from absl import app, flags
 
 from elastic_jax.data.tasks import TaskClass
+from elastic_jax.evaluation.results import replacing
 from elastic_jax.training_loop import read_metrics
 from experiments.common import errors_in_one_line
 
@@ -27,6 +28,12 @@ def _axes(rows: int, columns: int, size: tuple[float, float]) -> tuple[Any, Any]
     import matplotlib.pyplot as plt
 
     return plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False)
+
+
+def _save(figure: Any, path: Path) -> Path:
+    with replacing(path) as file:
+        figure.savefig(file, dpi=110, format="png")
+    return path
 
 
 def _smooth(values: np.ndarray, weight: float = 0.9) -> np.ndarray:
@@ -59,9 +66,7 @@ def plot_training(run: Path) -> Path:
         axis.set(title=title, xlabel="step")
     axes[1, 0].set_ylim(0, 1)
     axes[1, 0].legend(fontsize=8)
-    path = run / "training.png"
-    figure.savefig(path, dpi=110)
-    return path
+    return _save(figure, run / "training.png")
 
 
 def plot_heads(run: Path, report: dict[str, Any]) -> Path:
@@ -75,9 +80,7 @@ def plot_heads(run: Path, report: dict[str, Any]) -> Path:
         axis.set(title=name, xlabel="KV head", xticks=range(frequency.shape[1]))
     axes[0, 0].set_ylabel("layer")
     figure.colorbar(image, ax=axes, label="share of documents with full attention")
-    path = run / "heads.png"
-    figure.savefig(path, dpi=110)
-    return path
+    return _save(figure, run / "heads.png")
 
 
 def plot_lengths(out: Path, report: dict[str, Any]) -> Path:
@@ -100,9 +103,7 @@ def plot_lengths(out: Path, report: dict[str, Any]) -> Path:
     sparsity.legend(fontsize=8)
     for axis in axes[0]:
         axis.set_xlabel("length")
-    path = out / "lengths.png"
-    figure.savefig(path, dpi=110)
-    return path
+    return _save(figure, out / "lengths.png")
 
 
 def main(argv: list[str]) -> None:

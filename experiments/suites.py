@@ -16,7 +16,7 @@ import numpy as np
 from absl import flags
 
 from elastic_jax.evaluation.paper import MODELS, PAPER
-from elastic_jax.evaluation.results import ResultsFolder, read_run
+from elastic_jax.evaluation.results import ResultsFolder, read_run, replacing
 from elastic_jax.evaluation.runner import RunConfig, run_samples
 from elastic_jax.evaluation.samples import Sample
 from elastic_jax.evaluation.suite_report import markdown, suite_report
@@ -59,6 +59,7 @@ _PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 SUITES = tuple(_PRESETS["paper"])
+_NAMES = ("router", "heads", "data", "tasks", "lengths", "prompts", "against", "baseline")  # flags that name something
 
 
 def define_suite_flags() -> None:
@@ -77,7 +78,8 @@ def define_suite_flags() -> None:
     flags.DEFINE_integer("batch_tokens", 65_536, "Most padded prompt tokens of a batch, though at least one prompt.", lower_bound=1)
     flags.DEFINE_float("cache_gib", None, "Memory of the KV cache (default: what a batch needs).")
     flags.DEFINE_float("temperature", 0.0, "0 is greedy.", lower_bound=0.0)
-    flags.DEFINE_float("top_p", 1.0, "Of the draws at a temperature above 0.")
+    flags.DEFINE_integer("top_k", 0, "Draws are from the k best tokens only (0: all).", lower_bound=0)
+    flags.DEFINE_float("top_p", 1.0, "Draws are from the fewest tokens that hold this probability.")
     flags.DEFINE_integer("repeats", 1, "Math: answers to each problem, drawn with seeds of their own.", lower_bound=1)
     flags.DEFINE_enum("ruler_prefix", "assistant", ["assistant", "user"], "RULER's answer prefix: after the header (NVIDIA), or as LOOM.")
     flags.DEFINE_string("prompts", None, "LongBench-E: the benchmark's own dataset2prompt.json instead of the re-worded prompts.")
@@ -92,15 +94,18 @@ def run_suite(suite: str, out: str, *, batch_size: int, seed: int, logit_bias: f
     values, started = flags.FLAGS, time.perf_counter()
     if values.compare is not None and suite not in PAPER:
         raise ValueError(f"--compare: the paper has no numbers of {suite}, accepted are {', '.join(PAPER)}")
-    for other in filter(None, (values.against, values.baseline)):
+    if empty := [name for name in _NAMES if values[name].value in ("", [])]:
+        raise ValueError(f"--{empty[0]} is empty: give a value, or leave the flag out")
+    for other in filter(None, (values.against, values.baseline, out if values.report_only else None)):
         if (theirs := read_run(other)["settings"]["suite"]) != suite:
             raise ValueError(f"{other} has results of {theirs}, not of {suite}")
     if not values.report_only:
         _answer(suite, out, batch_size, seed, logit_bias)
     report = suite_report(out, compare=values.compare, against=values.against, baseline=values.baseline)
     text = markdown(report)
-    Path(out, "report.json").write_text(json.dumps(report, indent=2, allow_nan=False) + "\n")
-    Path(out, "report.md").write_text(text)
+    for name, content in (("report.json", json.dumps(report, indent=2, allow_nan=False) + "\n"), ("report.md", text)):
+        with replacing(Path(out, name)) as file:
+            file.write_text(content, encoding="utf-8")
     plots = [plot_lengths(Path(out), report).name] if report["cells"]["lengths"] else []
     print(f"\n{text}\n{time.perf_counter() - started:.0f} s; wrote {Path(out) / 'report.md'}, {', '.join(['report.json', *plots])}")
 
@@ -109,11 +114,15 @@ def _answer(suite: str, out: str, batch_size: int, seed: int, logit_bias: float)
     values, selection = flags.FLAGS, _selection(suite)
     generator, settings, source = _load_generator(values.router, values.heads, values.cache_gib)
     heads = read_heads(values.heads)
+    drawing: dict[str, Any] = {name: values[name].value for name in ("temperature", "top_k", "top_p")}
+    generator.request([True], max_new_tokens=1, heads=heads, logit_bias=logit_bias, **drawing)  # for its checks
+    positions = generator.model.config.max_positions
+    if selection.max_new_tokens is not None and selection.max_new_tokens >= positions:
+        raise ValueError(f"--max_new_tokens={selection.max_new_tokens}: the model has {positions} positions, and the prompt needs some")
     config = RunConfig(
         heads=heads,
         logit_bias=logit_bias,
-        temperature=values.temperature,
-        top_p=values.top_p,
+        **drawing,
         max_prompt_tokens=selection.max_prompt_tokens,
         seed=seed,
         batch_size=batch_size,
@@ -124,7 +133,7 @@ def _answer(suite: str, out: str, batch_size: int, seed: int, logit_bias: float)
         samples = [dataclasses.replace(sample, max_new_tokens=selection.max_new_tokens) for sample in samples]
     if not samples:
         raise ValueError(f"--suite={suite}: no sample is left by --tasks, --lengths and --samples")
-    sampling = {"temperature": values.temperature, "top_p": values.top_p, "seed": seed} if values.temperature else {"temperature": 0.0}
+    sampling = drawing | {"seed": seed} if values.temperature else {"temperature": 0.0}
     settings = {"suite": suite, "protocol": protocol} | settings
     settings |= {
         "heads": values.heads if heads is None or isinstance(heads, str) else f"sha256 {_digest(heads)}",
@@ -148,9 +157,12 @@ def _selection(suite: str) -> _Selection:
     if "lengths" in given:
         if suite != "ruler":
             raise ValueError(f"--lengths: {suite} has the lengths of its texts, only ruler's are chosen")
-        if not all(length.isdecimal() for length in given["lengths"]):
+        if not all(length.isascii() and length.isdecimal() for length in given["lengths"]):
             raise ValueError(f"--lengths={','.join(given['lengths'])}: numbers of tokens are needed, such as 8192,16384")
         given["lengths"] = [int(length) for length in given["lengths"]]
+    for name in ("tasks", "lengths"):
+        if twice := [str(value) for value in given.get(name, []) if given[name].count(value) > 1]:
+            raise ValueError(f"--{name} has {twice[0]} twice: each is accepted once")
     if values.repeats > 1 and (suite != "math" or not values.temperature):
         raise ValueError(f"--repeats={values.repeats}: only --suite=math draws several answers, with a --temperature above 0")
     return _Selection(**dict.fromkeys(("data", "tasks", "samples")) | _PRESETS[values.preset][suite] | given)

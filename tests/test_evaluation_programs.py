@@ -81,7 +81,7 @@ CHANGES = {
     "ruler": {"tasks": ["niah_single_1"], "lengths": ["1500"], "samples": 1, "max_new_tokens": 4},
     "longbench_e": {"tasks": ["qasper", "lcc"], "samples": 2, "max_prompt_tokens": 700, "max_new_tokens": 4},
     "longbench_v2": {"max_prompt_tokens": 700, "max_new_tokens": 4},
-    "math": {"tasks": ["gsm8k"], "repeats": 2, "temperature": 0.7, "max_new_tokens": 4},
+    "math": {"tasks": ["gsm8k"], "repeats": 2, "temperature": 0.7, "top_k": 50, "max_new_tokens": 4},
     "longhealth": {"tasks": ["longhealth_1"], "samples": 1, "max_prompt_tokens": 700, "max_new_tokens": 4},
 }
 
@@ -105,6 +105,8 @@ def test_every_suite_runs_and_reports(workshop, tmp_path, suite, capsys):
     assert 0 <= overall["esr"] <= overall["msr"] <= 1
     assert report["settings"]["block_size"] == BLOCK  # of the run
     assert report["settings"]["protocol"]["prompts"]
+    drawn = {"temperature": 0.7, "top_k": 50, "top_p": 1.0, "seed": 0}
+    assert report["settings"]["decoding"] == (drawn if suite == "math" else {"temperature": 0.0})
     text = (tmp_path / "report.md").read_text()
     assert text in capsys.readouterr().out
     assert (tmp_path / "lengths.png").exists() == bool(report["cells"]["lengths"])
@@ -158,6 +160,11 @@ def test_other_heads_and_the_report_alone(workshop, tmp_path):
     assert set(report["against"]["settings"]) == {"heads"}
     assert report["against"]["common"] == 4
     assert set(report["speedup"]["settings"]) == {"heads"}
+    before = (tmp_path / "full" / "report.json").read_bytes()
+    with pytest.raises(ValueError, match="full has results of longbench_e, not of math"):
+        evaluate(workshop, "math", tmp_path / "full", report_only=True)
+    assert (tmp_path / "full" / "report.json").read_bytes() == before
+    assert not list(tmp_path.rglob(".*.json*"))  # nothing unfinished is left
 
 
 @pytest.mark.parametrize(
@@ -165,6 +172,13 @@ def test_other_heads_and_the_report_alone(workshop, tmp_path):
     [
         ("ruler", {"lengths": ["8192"]}, "--lengths has 8192, the model has 4096 positions: give shorter ones, or --yarn_factor=2"),
         ("ruler", {"lengths": ["8k"]}, "--lengths=8k: numbers of tokens are needed"),
+        ("ruler", {"lengths": ["٣٠٠٠"]}, "--lengths=٣٠٠٠: numbers of tokens are needed"),
+        ("ruler", {"lengths": ["1500", "01500"]}, "--lengths has 1500 twice"),
+        ("ruler", {"tasks": []}, "--tasks is empty: give a value, or leave the flag out"),
+        ("longbench_e", {"data": ""}, "--data is empty"),
+        ("longbench_e", {"tasks": ["qasper", "qasper"]}, "--tasks has qasper twice: each is accepted once"),
+        ("longbench_e", {"max_new_tokens": 100_000}, "--max_new_tokens=100000: the model has 4096 positions"),
+        ("longbench_e", {"top_p": 2.0}, r"top_p=2.0: accepted are numbers in \(0, 1\]"),
         ("ruler", {"tasks": ["tea"]}, "tasks has 'tea': accepted are niah_single_1"),
         ("ruler", {"heads": "full"}, "one of --router=RUN .* and --heads="),
         ("ruler", {"router": None}, "one of --router=RUN .* and --heads="),

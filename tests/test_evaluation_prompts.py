@@ -75,6 +75,12 @@ def test_the_models_positions_bound_a_prompt():
     assert len(tokens) == 500
     assert cut == 1000 - 500 + len(TOKENIZER("<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n")["input_ids"])
     MODEL.check_length([len(tokens)], 12)
+    for wanted, left in ((500, 12), (512, 0), (100_000, 0)):
+        reason = rf"cannot be cut to {left} \(the model's 512 positions less max_new_tokens={wanted}\), since only {len(LONG)} of them"
+        with pytest.raises(ValueError, match=rf"sample 's': \d+ tokens {reason}"):
+            encode_sample(MODEL, sample(max_new_tokens=wanted), 600)
+    with pytest.raises(ValueError, match=r"cannot be cut to 9 \(max_prompt_tokens=9\)"):
+        encode_sample(MODEL, sample(), 9)
 
 
 def test_templates_that_trim_and_that_rewrite(monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_jax.evaluation.paper import MODELS, PAPER
-from elastic_jax.evaluation.results import ResultsFolder
+from elastic_jax.evaluation.results import ResultsFolder, read_records, read_timings, replacing
 from elastic_jax.evaluation.statistics import bootstrap_mean
 from elastic_jax.evaluation.suite_report import LAYOUTS, compare_records, markdown, suite_report
 
@@ -136,7 +137,7 @@ def test_every_suite_reports(tmp_path):
 def test_a_comparison_is_paired(tmp_path):
     """Differences of paired scores are far more certain than either score."""
     rng = np.random.default_rng(0)
-    scores = rng.random(60)
+    scores = 0.1 + 0.9 * rng.random(60)
     ours = [record("a", n, score) for n, score in enumerate(scores)]
     theirs = [record("a", n, score - 0.05 + 0.01 * rng.random(), prompt="h" if n else "other") for n, score in enumerate(scores)][:50]
     theirs.append(record("a", "x", 0.0))
@@ -169,6 +170,103 @@ def test_speed_is_compared_on_equal_shapes(tmp_path):
     assert report["speedup"]["lengths"] == {"8192": {"speedup": 2.0, "shapes": 1}, "16384": {"speedup": 3.0, "shapes": 1}}
     assert report["timing"]["16384"] == {"batches": 2, "prefill_seconds_per_prompt": 1.0, "ms_per_step": pytest.approx(50)}
     assert "| 8192 | 3 | 2.000 | 50.0 | 2.00 |" in markdown(report)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("[]", "a.jsonl, line 2 is damaged: a JSON object is needed, found list"),
+        ("null", "a.jsonl, line 2 is damaged: a JSON object is needed, found NoneType"),
+        ("{", "a.jsonl, line 2 is damaged: a JSON object is needed"),
+        ("[" * 100_000, "a.jsonl, line 2 is damaged: a JSON object is needed"),
+        ("", "a.jsonl, line 2 is damaged"),
+        ({"id": None}, r"a.jsonl, line 2 has no 'id': a text is needed"),
+        ({"id": 5}, r"a.jsonl, line 2 has id=5: a text is needed"),
+        ({"task": None}, r"line 2 \('a/1'\) has no 'task'"),
+        ({"task": "b"}, r"line 2: 'a/1' is of the task 'b': a.jsonl is for results of 'a'"),
+        ({"score": None}, r"line 2 \('a/1'\) has no 'score': a number from 0 to 1 is needed"),
+        ({"score": float("nan")}, r"line 2 \('a/1'\) has score=nan: a number from 0 to 1 is needed"),
+        ({"score": 90}, r"has score=90: a number from 0 to 1"),
+        ({"score": True}, r"has score=True: a number from 0 to 1"),
+        ({"score": 10**400}, r"has score=10+\.\.\.: a number from 0 to 1"),
+        ({"esr": "0.5"}, r"has esr='0.5': a number from 0 to 1 or null"),
+        ({"LEN": 0}, r"has LEN=0: a whole number from 1"),
+        ({"cut_tokens": -1}, r"has cut_tokens=-1: a whole number from 0"),
+        ({"length": [8192]}, r"has length=\[8192\]: a text, a whole number from 0 or null"),
+        ({"group": "\ud800"}, "line 2 is damaged"),
+        ({"run": "0" * 12}, r"line 2: 'a/1' is a result of other settings \(run 000000000000, the folder is of \w{12}\)"),
+        ({"id": "a/0"}, r"line 2: 'a/0' has a result already, in .*a.jsonl, line 1: one for each id is accepted"),
+        ({"id": "b/0", "file": "b"}, r"b.jsonl, line 2: 'b/0' has a result already, in .*b.jsonl, line 1"),
+        ({"id": "a/0", "file": "b"}, r"b.jsonl, line 2: 'a/0' has a result already, in .*a.jsonl, line 1"),
+    ],
+)
+def test_lines_that_are_no_results_are_named_before_anything_else(tmp_path, change, message):
+    folder(tmp_path, "math", [record("a", 0, 1.0), record("b", 0, 1.0)])
+    file = tmp_path / "a.jsonl"
+    if isinstance(change, str):
+        line = change
+    else:
+        change = dict(change)
+        task = change.pop("file", "a")
+        file = tmp_path / f"{task}.jsonl"
+        whole = json.loads((tmp_path / f"{task}.jsonl").read_text()) | record(task, 1, 1.0) | change
+        line = json.dumps({name: value for name, value in whole.items() if name not in change or value is not None})
+    file.write_text(file.read_text() + line + "\n")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    for use in (read_records, suite_report, lambda path: ResultsFolder(path, {"suite": "math", "model": "m"}, {})):
+        with pytest.raises(ValueError, match=message) as caught:
+            use(tmp_path)
+        assert len(str(caught.value).splitlines()) == 1
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (None, "timings.jsonl, line 2 has no 'length': a text, a whole number from 0 or null is needed"),
+        ({"rows": 0}, "line 2 has rows=0: a whole number from 1"),
+        ({"prefill_seconds": 0}, "line 2 has prefill_seconds=0: a number above 0"),
+        ({"decode_seconds": float("inf")}, "line 2 has decode_seconds=inf: a number from 0"),
+        ({"first": 1}, "line 2 has first=1: true or false"),
+    ],
+)
+def test_timings_that_are_none_are_named(tmp_path, changes, message):
+    folder(tmp_path, "math", [record("a", 0, 1.0)])
+    file = tmp_path / "timings.jsonl"
+    file.write_text(file.read_text() + json.dumps({} if changes is None else timing(8192, 1.0, **changes)) + "\n")
+    for use in (read_timings, suite_report, lambda path: ResultsFolder(path, {"suite": "math", "model": "m"}, {})):
+        with pytest.raises(ValueError, match=message):
+            use(tmp_path)
+
+
+def test_a_disk_that_is_full_is_named_and_takes_nothing(tmp_path):
+    """A limit on the size of files stands for the disk."""
+    file = tmp_path / "report.json"
+    with replacing(file) as new:
+        new.write_text("good")
+    out = folder(tmp_path / "out", "math", [record("a", 0, 1.0)])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def write():
+        with replacing(file) as new:
+            new.write_text(10_000 * "x")
+
+    with ResultsFolder(out, {"suite": "math", "model": "m"}, {}) as results:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large: '.*/report.json'"):
+                write()
+            with pytest.raises(OSError, match="File too large: '.*/a.jsonl'"):
+                results.add([record("a", 1, 1.0, pred=10_000 * "x")], timing(None, 1.0))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert file.read_text() == "good"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "report.json"]
+    assert not (out / "a.jsonl").read_bytes().endswith(b"\n")
+    with ResultsFolder(out, {"suite": "math", "model": "m"}, {}) as results:
+        assert [one["id"] for one in results.records] == ["a/0"]
+        results.add([record("a", 1, 1.0)], timing(None, 1.0))
+    assert [one["id"] for one in read_records(out)] == ["a/0", "a/1"]
 
 
 def test_the_papers_averages_are_those_of_its_parts():

@@ -172,11 +172,29 @@ def test_a_folder_of_another_run_is_refused(tmp_path, model):
     with pytest.raises(ValueError, match="has a result of 'chat/0' for another prompt"):
         run(tmp_path, model, longer, batch_size=1)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
-    (tmp_path / "run.json").unlink()
-    with pytest.raises(ValueError, match=r"chat.jsonl has results of other settings \(run \w{12}, now"):
-        ResultsFolder(tmp_path, SETTINGS | {"model": "small"}, {})
-    assert not (tmp_path / "run.json").exists()
-    run(tmp_path, model, samples()[:2], batch_size=1)
+
+
+@pytest.mark.parametrize("tail", ["", "\n"])
+def test_files_that_are_no_results_are_left_alone(tmp_path, model, tail):
+    """Beside nothing of ours, and among results: none is cut, whether or not it ends in a line break."""
+    wanted = samples()[:1]
+    for out, message in (
+        (tmp_path / "foreign", r"holds data.jsonl, but no run.json, so it is no folder of"),
+        (tmp_path / "ours", "data.jsonl, line 1 "),
+    ):
+        if out.name == "ours":
+            run(out, model, wanted, batch_size=1)
+        out.mkdir(exist_ok=True)
+        (out / ".lock").write_text("mine")
+        for content in ('{"id": "chat/0", "text": "theirs"}', '{"length": 5}', "[1]"):
+            (out / "data.jsonl").write_text(content + tail)
+            before = {file.name: file.read_bytes() for file in out.iterdir()}
+            with pytest.raises(ValueError, match=message):
+                run(out, model, wanted, batch_size=1)
+            assert {file.name: file.read_bytes() for file in out.iterdir()} == before
+    (out / "data.jsonl").rename(out / "timings.jsonl")
+    with pytest.raises(ValueError, match="timings.jsonl, line 1 "):
+        run(out, model, wanted, batch_size=1)
 
 
 def test_damage_and_use_by_two_are_named(tmp_path, model):
@@ -188,7 +206,7 @@ def test_damage_and_use_by_two_are_named(tmp_path, model):
         ResultsFolder(tmp_path, SETTINGS, {})
     file = tmp_path / "chat.jsonl"
     file.write_text("{\n" + file.read_text())
-    with pytest.raises(ValueError, match="chat.jsonl: line 1 is damaged"):
+    with pytest.raises(ValueError, match="chat.jsonl, line 1 is damaged"):
         ResultsFolder(tmp_path, SETTINGS, {})
     (tmp_path / "run.json").write_text("[]")
     with pytest.raises(ValueError, match="run.json is damaged"):
@@ -222,6 +240,8 @@ def test_samples_that_cannot_be_run(tmp_path, model, changes, message):
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_tokens": 0}, "batch_tokens=0"),
         ({"max_prompt_tokens": 0}, "max_prompt_tokens=0"),
+        ({"logit_bias": float("inf")}, "logit_bias=inf: a finite number is needed; heads=full or sparse"),
+        ({"logit_bias": float("nan")}, "logit_bias=nan: a finite number is needed"),
     ],
 )
 def test_settings_that_cannot_be_run(options, message):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rouge import Rouge
 
 from elastic_jax.evaluation.math_equality import _comparer, last_boxed, math_equal
 from elastic_jax.evaluation.metrics import METRICS, parse_number
@@ -64,11 +64,26 @@ def test_rouge_l_of_nothing_is_zero(empty):
     assert _score("rouge_l", "A b.", empty) == 0
 
 
-def test_rouge_l_of_a_sentence_longer_than_the_recursion_limit():
-    limit = sys.getrecursionlimit()
-    text = " ".join(f"w{number}" for number in range(1100))
-    assert _score("rouge_l", text, text) == pytest.approx(1)
-    assert sys.getrecursionlimit() == limit
+_TEXTS = st.lists(st.sampled_from([*"abcd", "a\0", "B", ".", ". ", " . .", "\n", "", "é"]), max_size=25).map(" ".join)
+
+
+@settings(max_examples=500, deadline=None)
+@given(_TEXTS, _TEXTS)
+def test_rouge_l_is_that_of_the_package(prediction, reference):
+    try:
+        (expected,) = Rouge(metrics=["rouge-l"]).get_scores([prediction], [reference])
+    except ValueError:
+        assert _score("rouge_l", prediction, reference) == 0
+    else:
+        words = all(set(text) - set(" \n.") for text in (prediction, reference))
+        assert _score("rouge_l", prediction, reference) == (expected["rouge-l"]["f"] if words else 0)
+
+
+def test_rouge_l_of_long_sentences():
+    """Beyond Python's recursion limit, and within seconds."""
+    words = [f"w{number}" for number in range(4000)]
+    assert _score("rouge_l", " ".join(words), " ".join(words)) == pytest.approx(1)
+    assert _score("rouge_l", " ".join(words[1000:] + words[:1000]), " ".join(words)) == pytest.approx(0.75)
 
 
 def test_classification():

@@ -213,6 +213,9 @@ def test_files_that_are_not_what_they_should_be(tmp_path):
     file.write_bytes(b"[1]\n")
     with pytest.raises(ValueError, match="lcc_e.jsonl:1: an object with named values is needed, found list"):
         longbench_e.samples(file, tasks=["lcc"])
+    file.write_bytes(good + b"[" * 100_000 + b"\n")
+    with pytest.raises(ValueError, match=r"lcc_e.jsonl:2: cannot be read as JSON \(maximum recursion depth"):
+        longbench_e.samples(file, tasks=["lcc"])
     file.write_bytes(b"\n")
     with pytest.raises(ValueError, match="lcc_e.jsonl: no records"):
         longbench_e.samples(file, tasks=["lcc"])
@@ -350,6 +353,32 @@ def test_v2_damaged_parquet(tmp_path):
         longbench_v2.samples(tmp_path)
 
 
+def test_v2_columns_of_parquet_that_are_not_what_they_should_be(tmp_path):
+    file, table = tmp_path / "train.parquet", pa.Table.from_pylist([_question(0), _question(1)])
+    place = table.column_names.index("_id")
+    for column, message in (
+        (pa.array([1, 2]), "row 0: column '_id' holds int, a text is needed"),
+        (pa.array([2**40, 1], pa.timestamp("s")), "row 0: column '_id' cannot be read"),
+        (pa.array(["a", None]), "row 1: column '_id' holds NoneType, a text is needed"),
+    ):
+        pq.write_table(table.set_column(place, "_id", column), file)
+        with pytest.raises(ValueError, match=f"train.parquet, {message}"):
+            longbench_v2.samples(tmp_path)
+    pq.write_table(table.append_column("_id", table["_id"]), file)
+    with pytest.raises(ValueError, match="train.parquet: column '_id' is there twice"):
+        longbench_v2.samples(tmp_path)
+    pq.write_table(table.slice(0, 0), file)
+    with pytest.raises(ValueError, match="train.parquet: no records"):
+        longbench_v2.samples(tmp_path)
+    pq.write_table(table, file, compression="none")
+    content = file.read_bytes()
+    for damaged in (b"", content.replace(b"context", b"cont\xdext"), b"version https://git-lfs"):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match="train.parquet: cannot be read at row 0") as caught:
+            longbench_v2.samples(tmp_path)
+        assert len(str(caught.value).splitlines()) == 1
+
+
 def test_v2_text_that_is_not_utf8_in_parquet(tmp_path):
     table = pa.Table.from_pylist([_question(0), _question(1)])
     raw = pa.array([b"fine", b"caf\xe9"], pa.binary()).view(pa.string())
@@ -367,6 +396,10 @@ def test_v2_damaged_json(tmp_path):
     file.write_bytes(json.dumps([_question(0, context="café")], ensure_ascii=False).encode("latin-1"))
     with pytest.raises(ValueError, match="data.json, row 0: column 'context' is not valid UTF-8"):
         longbench_v2.samples(tmp_path)
+    for content, reason in (("[" * 100_000, "maximum recursion depth"), (f"[{'1' * 5000}]", "Exceeds the limit")):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=rf"data.json: cannot be read as JSON \({reason}"):
+            longbench_v2.samples(tmp_path)
     file.write_text("{}")
     with pytest.raises(ValueError, match="data.json: a list of records is needed, found dict"):
         longbench_v2.samples(tmp_path)

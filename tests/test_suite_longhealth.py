@@ -186,6 +186,21 @@ def test_an_option_may_differ_from_the_right_answer_in_case_and_full_stop(tmp_pa
     assert longhealth.samples(tmp_path, limit=1)[0].references == ("A", "finding a10")
 
 
+def test_options_that_are_alike(tmp_path):
+    """One that is written as the right answer is comes before those that differ in case and full stop; of these there may be one."""
+    content = _benchmark()
+    question = content["patient_01"]["questions"][0]
+    file = tmp_path / "benchmark_v5.json"
+    for correct, letter in (("So.", "B"), ("so", "D")):
+        question |= {"answer_b": "So.", "answer_d": "so", "correct": correct}
+        file.write_text(json.dumps(content))
+        assert longhealth.samples(tmp_path, limit=1)[0].references == (letter, correct)
+    for changes in ({"correct": "SO"}, {"correct": "so", "answer_b": "so"}):
+        file.write_text(json.dumps(content | {"patient_01": content["patient_01"] | {"questions": [question | changes]}}))
+        with pytest.raises(ValueError, match="patient_01, question 0: column 'correct' holds '(so|SO)', which is the options B and D"):
+            longhealth.samples(tmp_path)
+
+
 def test_damaged_files(tmp_path):
     file = tmp_path / "benchmark_v5.json"
     content = json.dumps(_benchmark(), indent=1)

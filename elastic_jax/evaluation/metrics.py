@@ -9,13 +9,11 @@ from __future__ import annotations
 import difflib
 import re
 import string
-import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
-from typing import Any
 
-from rouge import Rouge
+import numpy as np
 
 from elastic_jax.evaluation import metrics_ruler
 from elastic_jax.evaluation.math_equality import last_boxed, math_equal
@@ -33,12 +31,12 @@ def qa_f1(prediction: str, sample: Sample) -> dict[str, float]:
 
 
 def rouge_l(prediction: str, sample: Sample) -> dict[str, float]:
-    """ROUGE-L (F) of the package `rouge`, as in LongBench; the best over the references.
+    """ROUGE-L (F) as the package `rouge` computes it, which LongBench uses, in a fraction of its time; the best over the references.
 
     That package counts distinct words, splits sentences at full stops only, does not lower case, and sums what sentences add to a union
     of common subsequences; `rouge_score`, the other package, does none of this and gives other numbers. Where `rouge` raises,
     LongBench scores 0: so do empty texts here, and those of full stops and white space. Its recursion is as deep as two sentences are
-    long, and beyond Python's limit that was a 0 too; here the limit is raised, and the score is what it should be.
+    long, and beyond Python's limit that was a 0 too; here the score is what it should be.
     """
     return {"score": max(_rouge_l(_considered(prediction, sample), reference) for reference in sample.references)}
 
@@ -179,13 +177,30 @@ def _words(text: str) -> list[str]:
 def _rouge_l(prediction: str, reference: str) -> float:
     if not all(re.search(r"[^\s.]", text) for text in (prediction, reference)):
         return 0.0
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(limit + len(prediction.split()) + len(reference.split()))
-    try:
-        scores: Any = Rouge(metrics=["rouge-l"]).get_scores([prediction], [reference])
-        return scores[0]["rouge-l"]["f"]
-    finally:
-        sys.setrecursionlimit(limit)
+    answer, wanted = ([" ".join(part.split()).split(" ") for part in text.split(".") if part] for text in (prediction, reference))
+    common: set[str] = set().union(*(_common_words(sentence, other) for sentence in wanted for other in answer))
+    precision, recall = (len(common) / len(set().union(*sentences)) for sentences in (answer, wanted))
+    return 2.0 * ((precision * recall) / (precision + recall + 1e-8))
+
+
+def _common_words(reference: Sequence[str], answer: Sequence[str]) -> set[str]:
+    """The words of a longest common subsequence: of several that one which keeps to the reference's later words."""
+    numbers = {word: number for number, word in enumerate({*reference, *answer})}
+    wanted, given = (np.array([numbers[word] for word in words]) for words in (reference, answer))
+    lengths = np.zeros((len(wanted) + 1, len(given) + 1), np.int32)  # of the subsequence of the first i and the first j words
+    for i, word in enumerate(wanted):
+        longer = np.where(given == word, lengths[i, :-1] + 1, lengths[i, 1:])
+        np.maximum.accumulate(longer, out=lengths[i + 1, 1:])
+    words, i, j = set(), len(wanted), len(given)
+    while i and j:
+        if reference[i - 1] == answer[j - 1]:
+            words.add(reference[i - 1])
+            i, j = i - 1, j - 1
+        elif lengths[i - 1, j] > lengths[i, j - 1]:
+            i -= 1
+        else:
+            j -= 1
+    return words
 
 
 METRICS: dict[str, Metric] = {

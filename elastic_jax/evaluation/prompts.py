@@ -45,16 +45,18 @@ def encode_sample(generator: Generator, sample: Sample, max_prompt_tokens: int |
     else:
         ((tokens, (start, end)),) = generator.encode([sample.prompt])
     prefix = generator.tokenizer(sample.answer_prefix, add_special_tokens=False)["input_ids"] if sample.answer_prefix else []
-    room = generator.model.config.max_positions - sample.max_new_tokens
-    limit = room if max_prompt_tokens is None else min(room, max_prompt_tokens)
+    positions = generator.model.config.max_positions
+    limit, reason = positions - sample.max_new_tokens, f"the model's {positions} positions less max_new_tokens={sample.max_new_tokens}"
+    if max_prompt_tokens is not None and max_prompt_tokens < limit:
+        limit, reason = max_prompt_tokens, f"{max_prompt_tokens=}"
     cut = max(0, len(tokens) + len(prefix) - limit)
     if cut:
         first, last = generator.encoder.text_range(messages) if sample.chat else (0, len(tokens))
         kept = last - first - cut
         if kept < 1:
             raise ValueError(
-                f"sample {sample.id!r}: {len(tokens) + len(prefix)} tokens are to become {limit}, but only {last - first} of them are the "
-                "user's text, of which at least one must stay: allow longer prompts"
+                f"sample {sample.id!r}: {len(tokens) + len(prefix)} tokens cannot be cut to {max(0, limit)} ({reason}), since only "
+                f"{last - first} of them are the user's text, of which at least one must stay"
             )
         middle = first + -(-kept // 2)
         tokens = np.concatenate([tokens[:middle], tokens[middle + cut :]])

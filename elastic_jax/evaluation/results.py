@@ -2,17 +2,65 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
+import os
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
 
 _RUN, _TIMINGS = "run.json", "timings"
+_TIMING_BEGINS = b'{"length": '
+
+_Field = tuple[str, Callable[[Any], bool]]  # what is accepted, and whether a value is
+
+
+def _number(value: Any, most: float = sys.float_info.max) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most
+
+
+def _whole(value: Any, least: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+_TEXT: _Field = ("a text", lambda value: isinstance(value, str))
+_COUNT: _Field = ("a whole number from 0", _whole)
+_SOME: _Field = ("a whole number from 1", lambda value: _whole(value, 1))
+_SHARE: _Field = ("a number from 0 to 1", lambda value: _number(value, most=1.0))
+_AMOUNT: _Field = ("a number from 0", _number)
+_LENGTH: _Field = ("a text, a whole number from 0 or null", lambda value: value is None or isinstance(value, str) or _whole(value))
+_OBJECT: _Field = ("an object", lambda value: isinstance(value, dict))
+
+_RECORD_FIELDS: dict[str, _Field] = {
+    **dict.fromkeys(("run", "id", "question", "task", "group", "prompt", "pred", "metric", "finish_reason"), _TEXT),
+    "length": _LENGTH,
+    "answer": ("a list", lambda value: isinstance(value, list)),
+    "score": _SHARE,
+    "scores": _OBJECT,
+    "msr": _SHARE,
+    "esr": ("a number from 0 to 1 or null", lambda value: value is None or _number(value, most=1.0)),
+    "LEN": _SOME,
+    "cut_tokens": _COUNT,
+    "new_tokens": _COUNT,
+    "extra": _OBJECT,
+}
+_TIMING_FIELDS: dict[str, _Field] = {
+    "length": _LENGTH,
+    "rows": _SOME,
+    "padded_tokens": _SOME,
+    "prefill_seconds": ("a number above 0", lambda value: _number(value) and value > 0),
+    "decode_seconds": _AMOUNT,
+    "steps": _COUNT,
+    "cache_mib": _AMOUNT,
+    "prompt_tokens": _SOME,
+    "first": ("true or false", lambda value: isinstance(value, bool)),
+}
 
 
 class ResultsFolder:
@@ -27,7 +75,8 @@ class ResultsFolder:
       environment: JSON values worth knowing that do not, such as the device; those of the last run are kept.
 
     Raises:
-      ValueError: the folder holds results of other settings (each that differs is named) or a damaged file, or is in use.
+      ValueError: the folder holds results of other settings (each that differs is named), .jsonl files that are no results or a damaged
+        one, or is in use. Nothing in it has been changed then.
     """
 
     def __init__(self, path: str | Path, settings: dict[str, Any], environment: dict[str, Any]) -> None:
@@ -36,7 +85,7 @@ class ResultsFolder:
         self._run = _settings_hash(settings)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".lock").open("w")
+            self._lock = (self.path / ".lock").open("a")
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._lock.close()
@@ -47,33 +96,31 @@ class ResultsFolder:
             self._check(settings)
             for file in self.path.glob("*.jsonl"):
                 _drop_unfinished_line(file)
-            file = self.path / _RUN
-            partial = file.with_suffix(".partial")
-            partial.write_text(json.dumps({"settings": settings, "environment": environment}, indent=2) + "\n")
-            partial.rename(file)
+            with replacing(self.path / _RUN) as file:
+                file.write_text(json.dumps({"settings": settings, "environment": environment}, indent=2) + "\n")
         except BaseException:
             self._lock.close()
             raise
 
     def _check(self, settings: dict[str, Any]) -> None:
+        self.records: list[Record] = []
         if (self.path / _RUN).exists():
             old = read_run(self.path)["settings"]
             names = sorted(old.keys() | settings.keys())
             differing = [f"{n}: {old.get(n)!r} there, {settings.get(n)!r} now" for n in names if old.get(n) != settings.get(n)]
             if differing:
                 raise ValueError(f"{self.path} holds results of other settings ({'; '.join(differing)}): give another folder")
-        self.records = read_records(self.path)
-        for record in self.records:
-            if record["run"] != self._run:
-                file = self.path / f"{record['task']}.jsonl"
-                raise ValueError(f"{file} has results of other settings (run {record['run']}, now {self._run}): give another folder")
+            self.records = read_records(self.path)
+            read_timings(self.path)
+        elif others := sorted(file.name for file in self.path.glob("*.jsonl")):
+            raise ValueError(f"{self.path} holds {others[0]}, but no {_RUN}, so it is no folder of results: give another folder")
 
     def add(self, records: Sequence[Record], timing: Record) -> None:
         """Appends a batch's results and its timing."""
         for record in records:
             if not re.fullmatch(r"[\w.-]+", record["task"]) or record["task"] == _TIMINGS:
                 raise ValueError(f"task {record['task']!r} is no name for a file: accepted are letters, digits and . _ -")
-            record = record | {"run": self._run}
+            record = {"run": self._run} | record
             _append(self.path / f"{record['task']}.jsonl", record)
             self.records.append(record)
         _append(self.path / f"{_TIMINGS}.jsonl", timing)
@@ -89,36 +136,85 @@ class ResultsFolder:
 
 
 def read_run(path: str | Path) -> dict[str, Any]:
-    """The settings and the environment of a folder of results; ValueError where it is none."""
+    """The settings, of which `suite` is one, and the environment of a folder of results; ValueError where it is none."""
     file = Path(path) / _RUN
     if not file.exists():
         raise ValueError(f"{path} holds no results: {_RUN} is missing")
     try:
-        run = json.loads(file.read_text())
-        assert run["settings"].keys() | run["environment"].keys()
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-        raise ValueError(f"{file} is damaged: an object with settings and environment is needed") from error
+        run = json.loads(file.read_bytes())
+        good = isinstance(run["settings"]["suite"], str) and isinstance(run["environment"], dict)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        good = False
+    if not good:
+        raise ValueError(f"{file} is damaged: an object with settings, among them the suite, and environment is needed")
     return run
 
 
 def read_records(path: str | Path) -> list[Record]:
-    """All finished results of a folder, by task and then by sample."""
-    files = sorted(file for file in Path(path).glob("*.jsonl") if file.stem != _TIMINGS)
-    return [record for file in files for record in sorted(_read_lines(file), key=lambda record: record["id"])]
+    """All finished results of a folder, by task and then by sample.
+
+    Raises:
+      ValueError: the folder is none of results, or a line in it is no result of this run, or a second one of a sample (names file, line
+        and what is accepted).
+    """
+    run = _settings_hash(read_run(path)["settings"])
+    records: dict[str, Record] = {}
+    places: dict[str, str] = {}
+    for file in sorted(file for file in Path(path).glob("*.jsonl") if file.stem != _TIMINGS):
+        found = []
+        for where, record in _read_lines(file, _RECORD_FIELDS, _record_begins(run)):
+            name = record["id"]
+            if record["task"] != file.stem:
+                raise ValueError(f"{where}: {name!r} is of the task {record['task']!r}: {file.name} is for results of {file.stem!r}")
+            if record["run"] != run:
+                raise ValueError(f"{where}: {name!r} is a result of other settings (run {record['run']}, the folder is of {run})")
+            if name in places:
+                raise ValueError(f"{where}: {name!r} has a result already, in {places[name]}: one for each id is accepted")
+            places[name] = where
+            found.append(record)
+        records |= {record["id"]: record for record in sorted(found, key=lambda record: record["id"])}
+    return list(records.values())
 
 
 def read_timings(path: str | Path) -> list[Record]:
-    """The batches of a folder, in the order in which they ran."""
+    """The batches of a folder, in the order in which they ran; ValueError as `read_records`."""
     file = Path(path) / f"{_TIMINGS}.jsonl"
-    return _read_lines(file) if file.exists() else []
+    return [timing for _, timing in _read_lines(file, _TIMING_FIELDS, _TIMING_BEGINS)] if file.exists() else []
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write beside `path`, whose place it takes if nothing fails: what was there stays whole until then."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with _named(path):
+            yield partial
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _named(file: Path) -> Iterator[None]:
+    """Puts the file's name into an error of the system that has none, as that a disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, os.strerror(error.errno), str(file)) from error
+        raise
 
 
 def _settings_hash(settings: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 
 
+def _record_begins(run: str) -> bytes:
+    return json.dumps({"run": run, "id": ""}).encode().removesuffix(b'"}')
+
+
 def _append(file: Path, record: Record) -> None:
-    with file.open("ab") as stream:  # closed, so with the system, before the next batch begins
+    with _named(file), file.open("ab") as stream:  # closed, so with the system, before the next batch begins
         stream.write((json.dumps(record) + "\n").encode())
 
 
@@ -130,12 +226,26 @@ def _drop_unfinished_line(file: Path) -> None:
             stream.truncate(end)
 
 
-def _read_lines(file: Path) -> list[Record]:
-    records = []
-    for number, line in enumerate(file.read_bytes().split(b"\n")[:-1], 1):
+def _read_lines(file: Path, fields: dict[str, _Field], begins: bytes) -> Iterator[tuple[str, Record]]:
+    """The finished lines and where each is, checked. A last one without a line break is passed over if it begins as those do."""
+    *lines, rest = file.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        where = f"{file}, line {number}"
         try:
             record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{file}: line {number} is damaged") from error
-        records.append(record)
-    return records
+            json.dumps(record, ensure_ascii=False).encode()  # half of a surrogate pair could not be written into a report
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where} is damaged: a JSON object is needed") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{where} is damaged: a JSON object is needed, found {type(record).__name__}")
+        which = f" ({record['id']!r})" if isinstance(record.get("id"), str) else ""
+        for name, (accepted, accepts) in fields.items():
+            if name not in record:
+                raise ValueError(f"{where}{which} has no {name!r}: {accepted} is needed")
+            if not accepts(record[name]):
+                shown = repr(record[name])
+                shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+                raise ValueError(f"{where}{which} has {name}={shown}: {accepted} is needed")
+        yield where, record
+    if rest[: len(begins)] != begins[: len(rest)]:
+        raise ValueError(f"{file}, line {len(lines) + 1} is no result of this run, and has no line break: give another folder")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -25,7 +26,7 @@ class RunConfig:
     """How samples are run; nothing but the first two lines' attributes can change an answer.
 
     Attributes:
-      heads, logit_bias, temperature, top_k, top_p: as in `Generator.generate`.
+      heads, logit_bias, temperature, top_k, top_p: as in `Generator.generate`, but that the bias is finite.
       max_prompt_tokens: longer prompts lose their middle. None: only those that the model has no positions for.
       seed: of the draws; an answer's own seed depends on this and on its sample's id only.
       batch_size: most prompts at once.
@@ -43,6 +44,8 @@ class RunConfig:
     batch_tokens: int = 65_536
 
     def __post_init__(self) -> None:
+        if not math.isfinite(self.logit_bias):
+            raise ValueError(f"logit_bias={self.logit_bias}: a finite number is needed; heads=full or sparse makes all heads alike")
         for name in ("batch_size", "batch_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: a whole number from 1 is needed")

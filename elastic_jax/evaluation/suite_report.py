@@ -92,11 +92,12 @@ def compare_records(ours: Sequence[Record], theirs: Sequence[Record], layout: La
 
 
 def _load(path: str | Path, suite: str | None = None) -> tuple[dict[str, Any], list[Record]]:
-    run, records = read_run(path), read_records(path)
+    run = read_run(path)
+    if (found := run["settings"]["suite"]) not in ([suite] if suite is not None else LAYOUTS):
+        raise ValueError(f"{path} has results of {found}, not of {suite or ', '.join(LAYOUTS)}")
+    records = read_records(path)
     if not records:
         raise ValueError(f"{path} has no finished sample yet")
-    if suite is not None and run["settings"]["suite"] != suite:
-        raise ValueError(f"{path} has results of {run['settings']['suite']}, not of {suite}")
     return run, records
 
 

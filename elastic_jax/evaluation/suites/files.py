@@ -83,6 +83,8 @@ def read_json(path: Path) -> Any:
         return json.loads(content.decode("utf-8-sig", "surrogateescape"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: {_no_json(content, error)}") from error
+    except (ValueError, RecursionError) as error:  # a number with too many digits, or lists in lists in lists
+        raise ValueError(f"{path}: cannot be read as JSON ({error})") from error
 
 
 def text(record: Record, column: str, where: str, *, empty: bool = False) -> str:
@@ -163,6 +165,8 @@ def _read_jsonl(lines: Iterable[bytes], path: str) -> Iterator[Located]:
             record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8", "surrogateescape"))
         except json.JSONDecodeError as error:
             raise ValueError(f"{path}:{number}: {_no_json(line, error)}") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}:{number}: cannot be read as JSON ({error})") from error
         yield f"{path}:{number}", record
 
 
@@ -191,15 +195,20 @@ def _read_parquet(path: Path) -> Iterator[Located]:
     row = 0
     try:
         with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise ValueError(f"{path}: column {twice[0]!r} is there twice")
             for batch in file.iter_batches(batch_size=64):
                 for index in range(batch.num_rows):
                     record = {}
-                    for name in batch.schema.names:
+                    for name, column in zip(batch.schema.names, batch.columns, strict=True):
                         try:
-                            record[name] = batch.column(name)[index].as_py()
+                            record[name] = column[index].as_py()
                         except UnicodeDecodeError as error:
                             raise ValueError(f"{path}, row {row}: column {name!r} is not valid UTF-8 ({error.reason})") from error
+                        except (ValueError, OverflowError) as error:  # a date that Python has not
+                            raise ValueError(f"{path}, row {row}: column {name!r} cannot be read ({error})") from error
                     yield f"{path}, row {row}", record
                     row += 1
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"{path}: cannot be read at row {row} ({error})") from error
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read at row {row} ({' '.join(str(error).split())})") from error

@@ -175,9 +175,11 @@ def _question(record: Record, patient: str, number: int, documents: _Documents, 
         raise ValueError(f"{where}: an object is needed, found {type(record).__name__}")
     options = {letter: text(record, f"answer_{letter.lower()}", where) for letter in "ABCDE"}
     correct = text(record, "correct", where)
-    letters = [letter for letter, option in options.items() if _folded(option) == _folded(correct)]
-    if not letters:
-        raise ValueError(f"{where}: column 'correct' holds {correct!r}, which is none of the options")
+    letters = [letter for letter, option in options.items() if option == correct]
+    letters = letters or [letter for letter, option in options.items() if _folded(option) == _folded(correct)]
+    if len(letters) != 1:
+        found = f"the options {' and '.join(letters)}" if letters else "none of the options"
+        raise ValueError(f"{where}: column 'correct' holds {correct!r}, which is {found}: it has to be one")
     locations = value(record, "answer_location", where)
     gold = [f"{patient}/{name}" for name in locations] if isinstance(locations, dict | list) else []
     if not gold or any(name not in documents for name in gold):
