@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import gguf
 import pytest
 
 from elastic_jax.elastic import ElasticModel
+from elastic_jax.models import preset
 from elastic_jax.weights import load_model, load_stop_tokens, load_tokenizer
 
 
@@ -144,9 +146,7 @@ def test_tokenizer_from_a_folder(path: Path, tmp_path: Path) -> None:
     ("found", "refused"), [("[1, 96]", False), ("null", False), *((text, True) for text in ("-1", "97", "true", '"2"', "2.0"))]
 )
 def test_stop_tokens_are_the_models(found: str, refused: bool, tmp_path: Path) -> None:
-    from tests.tiny_models import torch_model
-
-    torch_model("llama").config.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.replace(preset("smollm2_135m"), vocab_size=97).to_hf()))
     file = tmp_path / "generation_config.json"
     file.write_text(f'{{"eos_token_id": {found}}}')
     if not refused:
