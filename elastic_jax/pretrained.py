@@ -15,6 +15,8 @@ from elastic_jax.generate import Generator
 from elastic_jax.weights.load import load_model, load_stop_tokens, load_tokenizer
 from pallas_kernels.api import Implementation
 
+_DTYPES = ("float32", "bfloat16", "float16")
+
 
 def load_generator(
     source: str | Path,
@@ -41,8 +43,18 @@ def load_generator(
 
     Raises:
       FileNotFoundError: nothing usable at `source`.
-      ValueError: a damaged file, an unsupported model, or a router that is not one of this model.
+      ValueError: a damaged file, an unsupported model, a router that is not one of this model, or an argument that is not accepted.
     """
+    if not isinstance(source, str | Path):
+        raise ValueError(f"source={source!r}: a model folder, a *.gguf file or a hub id is needed")
+    if not isinstance(sparsity, SparsityConfig | None):
+        raise ValueError(f"sparsity={sparsity!r}: a SparsityConfig or None is needed")
+    try:
+        known = dtype is None or jnp.dtype(dtype).name in _DTYPES
+    except TypeError:
+        known = False
+    if not known:
+        raise ValueError(f"dtype={dtype!r}: accepted are None, {', '.join(_DTYPES)}")
     with contextlib.ExitStack() as stack:
         run = None if router is None else stack.enter_context(RunDirectory(router))
         router_config = RouterConfig()

@@ -76,6 +76,27 @@ def test_a_template_that_rewrites_the_past_is_refused():
         ChatEncoder(byte_tokenizer(template)).encode(ROW)
 
 
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        ("{% if %}", "TemplateSyntaxError"),
+        ("{{ raise_exception('roles must alternate') }}", "TemplateError: roles must alternate"),
+        ("{{ nobody.name }}", "UndefinedError: 'nobody' is undefined"),
+        ("{{ 1 + 'x' }}", "TypeError"),
+    ],
+)
+def test_a_template_that_fails_is_named_as_the_cause(template, reason):
+    with pytest.raises(ValueError, match=rf"the tokenizer's chat template cannot be used \({reason}"):
+        ChatEncoder(byte_tokenizer(template)).encode_prompt([{"role": "user", "content": "x"}])
+
+
+def test_lone_surrogates_are_refused():
+    encoder, messages = ChatEncoder(byte_tokenizer()), [{"role": "user", "content": json.loads('"half \\ud83d"')}]
+    for encode in (encoder.encode_prompt, encoder.text_range):
+        with pytest.raises(ValueError, match=r"holds the lone surrogate '\\ud83d': text of whole Unicode characters"):
+            encode(messages)
+
+
 def test_tokenizer_without_template_is_refused():
     with pytest.raises(ValueError, match="no chat_template"):
         ChatEncoder(byte_tokenizer(None))

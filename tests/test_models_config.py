@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import jax
@@ -130,13 +131,16 @@ def test_absent_keys_take_the_defaults_of_transformers() -> None:
         ({"attention_bias": True}, "attention_bias=True: only false"),
         ({"mlp_bias": True}, "mlp_bias=True: only false"),
         ({"use_sliding_window": True}, "use_sliding_window=True: only false"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types holds sliding_attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=.*'sliding_attention'.*: only a list of 'full_attention'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"rope_scaling": {"type": "longrope"}}, "rope_type='longrope': accepted are"),
         ({"hidden_size": None, "vocab_size": None}, "lacks vocab_size, hidden_size"),
         ({"num_key_value_heads": 3}, "num_heads=16: it must be a multiple of num_kv_heads=3"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
         ({"head_dim": 7}, "head_dim=7"),
+        ({"layer_types": [1]}, r"layer_types=\[1\]: only a list of 'full_attention'"),
+        ({"num_hidden_layers": 2.5}, "num_hidden_layers=2.5: a whole number from 1 to 2147483647"),
+        *(({"rms_norm_eps": value}, "rms_norm_eps=.*: a number from 1e-12 to 0.1") for value in (math.nan, 0, -1e-6, 1, "1e-6", None)),
     ],
 )
 def test_unsupported_configs_are_refused(change: dict, message: str) -> None:
@@ -148,11 +152,18 @@ def test_damaged_config_names_the_file(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     with pytest.raises(FileNotFoundError):
         ModelConfig.from_hf(tmp_path)
-    for text, message in (("{", "is not JSON"), ("[]", "holds a JSON list")):
+    wrong = json.dumps({**QWEN3_0_6B, "rope_theta": math.nan})
+    for text, message in (("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[]", "holds a JSON list"), (wrong, "rope_theta=nan: ")):
         path.write_text(text)
-        with pytest.raises(ValueError, match=message) as caught:
+        with pytest.raises(ValueError, match=rf"{re.escape(str(path))}.*{message}") as caught:
             ModelConfig.from_hf(tmp_path)
-        assert str(path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf, 1e300, 0.5, 1e5, "4", True])
+def test_yarn_factor_is_checked(factor: object) -> None:
+    with pytest.raises(ValueError, match="yarn_factor=.*: a number from 1 to 52428 is needed"):
+        preset("qwen3_8b").with_yarn(factor)
 
 
 def test_unknown_preset_and_family_are_refused() -> None:

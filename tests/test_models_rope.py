@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -63,6 +66,9 @@ def test_frequencies_are_those_of_transformers(parameters: dict, head_dim: int) 
         # it multiplies a frequency that is `factor` times the one that it is added to.
         low, high = parameters["low_freq_factor"], parameters["high_freq_factor"]
         tolerance += 4 * 2.0**-24 * parameters["factor"] * low / (high - low)
+    elif parameters["rope_type"] == "yarn":
+        # The same where their weight 1 - ramp is small: the ramp beside 1 is rounded.
+        tolerance += 4 * 2.0**-24 * parameters["factor"]
     np.testing.assert_allclose(ours, theirs, rtol=tolerance)
     assert our_factor == pytest.approx(their_factor, rel=1e-12)
 
@@ -95,8 +101,11 @@ def test_original_length_falls_back_to_the_models() -> None:
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor, high_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per kind of layer"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "original_max_positions=None"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "original_max_position_embeddings=None"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor=0.5"),
+        ({"rope_parameters": [1]}, r"rope_parameters=\[1\]: an object is needed"),
+        ({"partial_rotary_factor": 0}, "partial_rotary_factor=0: only 1.0"),
+        *(({"rope_theta": value}, "rope_theta=.*: a number from 2 to 1e") for value in (0, math.nan, math.inf, 10**400, [1], "abc", True)),
     ],
 )
 def test_unsupported_configurations_are_refused(config: dict, message: str) -> None:
@@ -105,11 +114,35 @@ def test_unsupported_configurations_are_refused(config: dict, message: str) -> N
 
 
 @pytest.mark.parametrize(
+    ("kind", "option", "value"),
+    [
+        *((kind, "factor", value) for kind in ("linear", "llama3", "yarn") for value in (math.nan, math.inf, "4", 0, True)),
+        ("llama3", "low_freq_factor", math.nan),
+        ("llama3", "high_freq_factor", math.inf),
+        *(("yarn", "attention_factor", value) for value in (math.nan, 0, "1")),
+        *(("yarn", name, value) for name in ("beta_fast", "beta_slow") for value in (math.nan, 0, -1)),
+        ("yarn", "beta_fast", 0.5),  # below beta_slow
+        ("yarn", "mscale", math.nan),
+        ("yarn", "truncate", "false"),
+        *(("yarn", "original_max_position_embeddings", value) for value in ("64", 0, 64.5)),
+    ],
+)
+def test_every_option_is_checked(kind: str, option: str, value: object) -> None:
+    whole = {"rope_type": kind, "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    RopeConfig.from_hf({"rope_parameters": whole})
+    with pytest.raises(ValueError, match=f"^{option}={re.escape(repr(value))}: "):
+        RopeConfig.from_hf({"rope_parameters": whole | {option: value}})
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"kind": "ntk"}, "kind='ntk'"),
         ({"theta": 0.0}, "theta=0.0"),
-        ({"kind": "llama3", "original_max_positions": 16, "low_freq_factor": 4.0}, "low < high"),
+        (
+            {"kind": "llama3", "original_max_positions": 16, "low_freq_factor": 4.0},
+            "low_freq_factor=4.0: it must be below high_freq_factor",
+        ),
     ],
 )
 def test_configuration_is_checked(fields: dict, message: str) -> None:

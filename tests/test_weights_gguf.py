@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -203,9 +204,10 @@ def _heads_per_layer(writer: gguf.GGUFWriter) -> None:
     [
         (lambda writer: writer.add_expert_count(8), "llama.expert_count=8: only 0"),
         (lambda writer: writer.add_rope_dimension_count(4), "llama.rope.dimension_count=4: only 8"),
-        (_heads_per_layer, r"head_count_kv=\[2, 2, 1\]: only one number"),
-        (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "rope.scaling.type='longrope': accepted are"),
+        (_heads_per_layer, r"head_count_kv=\[2, 2, 1\]: a whole number from 1 to"),
+        (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "llama.rope: scaling.type='longrope': accepted are"),
         (lambda writer: writer.add_uint16("split.count", 2), "is one of 2 parts"),
+        (lambda writer: writer.add_string("split.count", "2"), "model.gguf: split.count='2': a whole number from 0"),
         (lambda writer: writer.add_tensor("blk.0.attn_output.bias", np.ones(32, np.float32)), "unexpected: blk.0.attn_output.bias"),
     ],
 )
@@ -214,6 +216,30 @@ def test_unsupported_models_are_refused(edit: Any, message: str, tmp_path: Path)
     _write(torch_model("llama"), path, edit)
     with pytest.raises(ValueError, match=message):
         load_model(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("attention.head_count", 0, "attention.head_count=0: a whole number from 1"),
+        *(
+            (key, value, f"{key}={value!r}: a whole number from 1")
+            for key in ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.key_length")
+            for value in ("64", 64.0)
+        ),
+        *(("attention.layer_norm_rms_epsilon", value, "rms_norm_eps=") for value in (math.nan, 0.0, -1.0, 1.0, "1e-5")),
+        *(("rope.freq_base", value, "llama.rope: rope_theta=") for value in (math.nan, math.inf, 0.0, "10000")),
+        *(("rope.scaling.factor", value, "llama.rope: factor=") for value in (math.nan, math.inf, "4")),
+        ("block_count", 1_000_000_000, "tensors: too few for the 1000000000 layers"),
+    ],
+)
+def test_every_number_is_checked(key: str, value: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    kind = {str: gguf.GGUFValueType.STRING, int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}[type(value)]
+    _write(torch_model("llama"), path, lambda writer: writer.kv_data[0].update({f"llama.{key}": gguf.GGUFValue(value, kind)}))
+    with pytest.raises(ValueError, match=f"^{path}.*{message}") as caught:
+        load_model(path)
+    assert "\n" not in str(caught.value)
 
 
 def test_other_architectures_and_absent_keys_are_refused(tmp_path: Path) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import gguf
 import pytest
 
-from elastic_jax.weights import load_model, load_tokenizer
+from elastic_jax.elastic import ElasticModel
+from elastic_jax.models import preset
+from elastic_jax.weights import load_model, load_stop_tokens, load_tokenizer
 
 
-def _write_tokenizer(path: Path, *, pre: str = "smollm", model: str = "gpt2", add_bos: bool | None = None, skip: str = "") -> None:
-    """Bytes, two merges, a control token, a user-defined one, and one that only pads the table."""
+def _write_tokenizer(
+    path: Path, *, pre: str = "smollm", model: str = "gpt2", add_bos: bool | None = None, skip: str = "", **changes: Any
+) -> None:
+    """Bytes, two merges, a control token, a user-defined one, and one that only pads the table. `changes` are keys of tokenizer.ggml."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     letters = sorted(ByteLevel.alphabet())
@@ -25,7 +31,7 @@ def _write_tokenizer(path: Path, *, pre: str = "smollm", model: str = "gpt2", ad
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(64)
     writer.add_tokenizer_model(model)
-    writer.add_tokenizer_pre(pre)
+    writer.add_key_value("tokenizer.ggml.pre", pre, gguf.GGUFValueType.get_type(pre))
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
     if skip != "merges":
@@ -35,6 +41,10 @@ def _write_tokenizer(path: Path, *, pre: str = "smollm", model: str = "gpt2", ad
     if add_bos is not None:
         writer.add_add_bos_token(add_bos)
     writer.add_chat_template("{% for message in messages %}{{ message['content'] }}<|end|>{% endfor %}")
+    for key, value in changes.items():
+        writer.kv_data[0].pop(f"tokenizer.ggml.{key}", None)
+        if value is not None:
+            writer.add_key_value(f"tokenizer.ggml.{key}", value, gguf.GGUFValueType.get_type(value))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -88,11 +98,21 @@ def test_beginning_of_text(pre: str, add_bos: bool | None, starts: bool, path: P
         ({"pre": "gemma"}, "tokenizer.ggml.pre='gemma': accepted are smollm, qwen2, llama-bpe"),
         ({"model": "llama"}, "tokenizer.ggml.model='llama': only 'gpt2'"),
         ({"skip": "merges"}, "no usable tokenizer: tokenizer.ggml.merges missing"),
+        ({"tokens": ["a", "b", "a"], "token_type": [1, 1, 1]}, "tokenizer.ggml.tokens holds 'a' twice"),
+        ({"tokens": [1, 2]}, r"tokenizer.ggml.tokens=\[1, 2\]: a list of str"),
+        ({"merges": "h e"}, "tokenizer.ggml.merges='h e': a list of str"),
+        ({"merges": ["h e", "he he"]}, "tokenizer.ggml.merges holds 'he he': two tokens whose"),
+        ({"merges": ["he"]}, "tokenizer.ggml.merges holds 'he '"),
+        ({"token_type": [1, 1]}, "tokenizer.ggml.token_type has 2 entries: one for each of 261 tokens"),
+        ({"pre": ["smollm"]}, r"tokenizer.ggml.pre=\['smollm'\]: accepted are"),
+        *(({"eos_token_id": value}, f"tokenizer.ggml.eos_token_id={value!r}: a whole number from 0 to 260") for value in ("2", 261, -1)),
+        ({"add_bos_token": True, "bos_token_id": None}, "tokenizer.ggml.bos_token_id is missing"),
+        ({"add_bos_token": "yes"}, "tokenizer.ggml.add_bos_token='yes': a bool"),
     ],
 )
 def test_other_tokenizers_are_refused(options: dict[str, Any], message: str, path: Path) -> None:
     _write_tokenizer(path, **options)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=rf"^{path}: .*{message}"):
         load_tokenizer(path)
 
 
@@ -108,6 +128,45 @@ def test_tokenizer_from_a_folder(path: Path, tmp_path: Path) -> None:
     again = load_tokenizer(folder)
     text = "hel 12<|end|> he"
     assert again(text)["input_ids"] == tokenizer(text)["input_ids"]
+    for name, damaged, message in (
+        ("tokenizer_config.json", "[]", "tokenizer_config.json holds a JSON list"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON"),
+        ("tokenizer.json", "{", "tokenizer.json is not JSON"),
+        ("tokenizer.json", "{}", "folder: the tokenizer cannot be read from"),
+    ):
+        kept = (folder / name).read_text()
+        (folder / name).write_text(damaged)
+        with pytest.raises(ValueError, match=message) as caught:
+            load_tokenizer(folder)
+        assert "\n" not in str(caught.value)
+        (folder / name).write_text(kept)
+
+
+@pytest.mark.parametrize(
+    ("found", "refused"), [("[1, 96]", False), ("null", False), *((text, True) for text in ("-1", "97", "true", '"2"', "2.0"))]
+)
+def test_stop_tokens_are_the_models(found: str, refused: bool, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(dataclasses.replace(preset("smollm2_135m"), vocab_size=97).to_hf()))
+    file = tmp_path / "generation_config.json"
+    file.write_text(f'{{"eos_token_id": {found}}}')
+    if not refused:
+        assert load_stop_tokens(tmp_path) == (json.loads(found) or [])
+    else:
+        with pytest.raises(ValueError, match=rf"^{file}: eos_token_id={json.loads(found)!r}: a whole number from 0 to 96"):
+            load_stop_tokens(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"source": None}, "source=None: a model folder"),
+        ({"sparsity": 5}, "sparsity=5: a SparsityConfig or None"),
+        *(({"dtype": dtype}, f"dtype={dtype!r}: accepted are None, float32, bfloat16, float16") for dtype in ("x", "int8", "float64", 3)),
+    ],
+)
+def test_arguments_of_a_generator_are_checked(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        ElasticModel.from_pretrained(**{"source": tmp_path, **arguments})
 
 
 def test_places_without_a_model(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ class ChatEncoder:
         """The row as a document, whatever its length; its text is taken to be without fault.
 
         Raises:
-          ValueError: the chat template writes the earlier part of a conversation otherwise once there is an answer.
+          ValueError: the chat template fails, or writes the earlier part of a conversation otherwise once there is an answer.
         """
         user = {"role": "user", "content": user_text(row)}
         assistant = {"role": "assistant", "content": row.answer.replace(_BYTE_ORDER_MARK, "")}
@@ -113,7 +113,7 @@ class ChatEncoder:
         in the ones before it.
 
         Raises:
-          ValueError: the chat template does not append the assistant's header.
+          ValueError: the chat template fails on these messages or does not append the assistant's header; a text holds a lone surrogate.
         """
         asked, prompt = self._render(messages), self._render(messages, prompt=True)
         if not prompt.startswith(asked):
@@ -159,8 +159,19 @@ class ChatEncoder:
         return int(special[0]) if special.size else None
 
     def _render(self, messages: list[dict[str, str]], *, prompt: bool = False) -> str:
-        text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, enable_thinking=False)
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, enable_thinking=False)
+        except Exception as error:  # a template is a program: besides Jinja's own errors it can raise any of Python's
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise ValueError(f"the tokenizer's chat template cannot be used ({reason})") from error
         assert isinstance(text, str)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # the tokenizer would only say that this is not a str
+            character = error.object[error.start]
+            raise ValueError(
+                f"the conversation holds the lone surrogate {character!r}: text of whole Unicode characters is needed"
+            ) from error
         return text
 
 

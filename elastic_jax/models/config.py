@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import reprlib
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from elastic_jax.checks import MAX_INT32, check_number, errors_name, read_json
 from elastic_jax.models.rope import RopeConfig
 
 Family = Literal["qwen3", "llama"]
@@ -44,8 +45,8 @@ class ModelConfig:
         if self.family not in get_args(Family):
             raise ValueError(f"family={self.family!r}: accepted are {', '.join(get_args(Family))}")
         for name in ("vocab_size", "hidden_size", "mlp_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "max_positions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: at least 1 is needed")
+            check_number(name, getattr(self, name), 1, MAX_INT32, whole=True)
+        check_number("rms_norm_eps", self.rms_norm_eps, 1e-12, 0.1)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads}: it must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_dim % 2:
@@ -62,7 +63,13 @@ class ModelConfig:
           ValueError: a key is missing, or asks for something this decoder does not do.
           FileNotFoundError: no such file.
         """
-        raw = source if isinstance(source, dict) else _read_json(Path(source))
+        if not isinstance(source, dict):
+            path = Path(source)
+            path = path / "config.json" if path.is_dir() else path
+            raw = read_json(path)
+            with errors_name(path):
+                return cls.from_hf(raw)
+        raw = source
         model_type = raw.get("model_type")
         if model_type not in ("qwen3", "llama", "qwen2"):
             raise ValueError(f"model_type={model_type!r}: accepted are 'qwen3', 'llama', 'qwen2'")
@@ -79,14 +86,10 @@ class ModelConfig:
             raise ValueError(f"the model's config lacks {', '.join(absent)}")
 
         for key in (*required, "num_key_value_heads", "head_dim"):
-            value = raw.get(key)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"the model's config has {key}={value!r}: a whole number from 1 is needed")
-        epsilon = raw.get("rms_norm_eps", 1e-6)
-        if isinstance(epsilon, bool) or not isinstance(epsilon, int | float) or not 0.0 < epsilon < 1.0:
-            raise ValueError(f"the model's config has rms_norm_eps={epsilon!r}: a small positive number is needed")
+            if raw.get(key) is not None:
+                check_number(key, raw[key], 1, MAX_INT32, whole=True)
         if not isinstance(raw.get("tie_word_embeddings", False), bool):
-            raise ValueError(f"the model's config has tie_word_embeddings={raw['tie_word_embeddings']!r}: accepted are true and false")
+            raise ValueError(f"tie_word_embeddings={raw['tie_word_embeddings']!r}: accepted are true and false")
 
         num_heads = raw["num_attention_heads"]
         # Where a key is absent, transformers' own default for that model type holds.
@@ -100,7 +103,7 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=raw.get("num_key_value_heads") or num_heads,
             head_dim=head_dim,
-            rms_norm_eps=epsilon,
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
             rope=RopeConfig.from_hf(raw),
             max_positions=raw["max_position_embeddings"],
             tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
@@ -112,9 +115,10 @@ class ModelConfig:
         """The same model with its positions stretched `factor` times by YaRN, in place of whatever scaling it had.
 
         Raises:
-          ValueError: `factor` is below 1.
+          ValueError: `factor` is below 1, or not a number, or asks for more positions than int32 counts.
         """
         original = self.rope.original_max_positions or self.max_positions
+        check_number("yarn_factor", factor, 1, MAX_INT32 // original)
         rope = RopeConfig(theta=self.rope.theta, kind="yarn", factor=factor, original_max_positions=original)
         return dataclasses.replace(self, rope=rope, max_positions=int(original * factor))
 
@@ -148,18 +152,6 @@ class ModelConfig:
         }
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if path.is_dir():
-        path = path / "config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ValueError(f"{path} holds a JSON {type(raw).__name__}: a model's config is an object")
-    return raw
-
-
 def _refuse_unsupported(raw: dict[str, Any]) -> None:
     """Raises for a config that would load and then compute something else than the model it describes."""
     if raw.get("hidden_act", "silu") != "silu":
@@ -168,8 +160,9 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
     for key in ("attention_bias", "mlp_bias", "use_sliding_window"):
         if raw.get(key):
             raise ValueError(f"{key}={raw[key]}: only false is supported")
-    if other := sorted(set(raw.get("layer_types") or ()) - {"full_attention"}):
-        raise ValueError(f"layer_types holds {', '.join(other)}: only full_attention is supported")
+    kinds = raw.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+        raise ValueError(f"layer_types={reprlib.repr(kinds)}: only a list of 'full_attention' is supported")
     if raw.get("quantization_config"):
         raise ValueError("quantization_config is set: only unquantized safetensors are supported (quantized weights: as GGUF)")
 

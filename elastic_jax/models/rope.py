@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import reprlib
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from elastic_jax.checks import MAX_INT32, check_number
+
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
+# The options of each kind, which a config.json calls as `RopeConfig` does.
+_OPTIONS: dict[RopeKind, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,65 +55,71 @@ class RopeConfig:
     def __post_init__(self) -> None:
         if self.kind not in get_args(RopeKind):
             raise ValueError(f"RoPE kind={self.kind!r}: accepted are {', '.join(get_args(RopeKind))}")
-        if self.theta <= 1.0:
-            raise ValueError(f"RoPE theta={self.theta}: it must be above 1")
-        if self.factor < 1.0:
-            raise ValueError(f"RoPE factor={self.factor}: it must be at least 1")
-        if self.kind in ("llama3", "yarn") and not (self.original_max_positions and self.original_max_positions > 0):
-            raise ValueError(f"RoPE original_max_positions={self.original_max_positions}: kind={self.kind!r} needs a positive length")
-        if self.kind == "llama3" and not 0.0 < self.low_freq_factor < self.high_freq_factor:
-            raise ValueError(
-                f"RoPE low_freq_factor={self.low_freq_factor}, high_freq_factor={self.high_freq_factor}: needed is 0 < low < high"
-            )
+        check_number("rope_theta", self.theta, 2, 1e12)
+        check_number("factor", self.factor, 1, 1e6)
+        for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+            check_number(name, getattr(self, name), 1e-3, 1e6)
+        for name, low in (("attention_factor", 1e-3), ("mscale", 0.0), ("mscale_all_dim", 0.0)):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), low, 1e3)
+        if self.original_max_positions is not None or self.kind in ("llama3", "yarn"):
+            check_number("original_max_position_embeddings", self.original_max_positions, 1, MAX_INT32, whole=True)
+        if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(f"low_freq_factor={self.low_freq_factor}: it must be below high_freq_factor={self.high_freq_factor}")
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(f"beta_fast={self.beta_fast}: it must not be below beta_slow={self.beta_slow}")
+        if not isinstance(self.truncate, bool):
+            raise ValueError(f"truncate={self.truncate!r}: accepted are true and false")
 
     @classmethod
     def from_hf(cls, config: dict[str, Any]) -> RopeConfig:
         """Reads a Hugging Face config.json: `rope_theta` with `rope_scaling`, or `rope_parameters` (transformers 5).
 
         Raises:
-          ValueError: a RoPE type, a partial rotation or per-layer parameters that are not supported; a parameter is missing.
+          ValueError: a RoPE type, a partial rotation or per-layer parameters that are not supported; a parameter is missing or out of
+            its range.
         """
+        for key in ("rope_parameters", "rope_scaling"):
+            if not isinstance(config.get(key), dict | None):
+                raise ValueError(f"{key}={reprlib.repr(config[key])}: an object is needed")
         key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
-        found = dict(config.get(key) or {})
-        kind = found.pop("rope_type", None) or found.get("type") or "default"
-        found.pop("type", None)
-        theta = found.pop("rope_theta", None) or config.get("rope_theta") or 10_000.0
-        partial = found.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor") or 1.0
+        found: dict[str, Any] = config.get(key) or {}
+        kind = _first(found.get("rope_type"), found.get("type"), "default")
+        theta = _first(found.get("rope_theta"), config.get("rope_theta"), 10_000.0)
+        partial = _first(found.get("partial_rotary_factor"), config.get("partial_rotary_factor"), 1.0)
         if any(isinstance(value, dict) for value in found.values()):
             raise ValueError(f"{key}={config[key]}: parameters per kind of layer are not supported, only one set for the whole model")
         if kind not in get_args(RopeKind):
             raise ValueError(f"{key}.rope_type={kind!r}: accepted are {', '.join(get_args(RopeKind))}")
         if partial != 1.0:
-            raise ValueError(f"partial_rotary_factor={partial}: only 1.0 is supported")
+            raise ValueError(f"partial_rotary_factor={partial!r}: only 1.0 is supported")
         if kind == "default":
-            return cls(theta=float(theta))
+            return cls(theta=theta)
 
         required = {"linear": ["factor"], "llama3": ["factor", "low_freq_factor", "high_freq_factor"], "yarn": ["factor"]}[kind]
         if absent := [name for name in required if found.get(name) is None]:
             raise ValueError(f"{key} with rope_type={kind!r} lacks {', '.join(absent)}")
         # transformers lets a top-level length win, then takes the scaling's own, then the model's.
-        original = (
-            config.get("original_max_position_embeddings")
-            or found.get("original_max_position_embeddings")
-            or config.get("max_position_embeddings")
+        original = _first(
+            config.get("original_max_position_embeddings"),
+            found.get("original_max_position_embeddings"),
+            config.get("max_position_embeddings"),
         )
-        known = {field.name for field in dataclasses.fields(cls)}
-        options = {name: value for name, value in found.items() if name in known and value is not None}
-        return cls(theta=float(theta), kind=kind, original_max_positions=original if kind != "linear" else None, **options)
+        options = {name: found[name] for name in _OPTIONS[kind] if found.get(name) is not None}
+        return cls(theta=theta, kind=kind, original_max_positions=original if kind != "linear" else None, **options)
 
     def to_hf(self) -> dict[str, Any]:
         """The `rope_parameters` of a config.json in the layout of transformers 5."""
         parameters: dict[str, Any] = {"rope_type": self.kind, "rope_theta": self.theta}
-        names = {
-            "default": (),
-            "linear": ("factor",),
-            "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
-            "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
-        }[self.kind]
-        parameters |= {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        parameters |= {name: getattr(self, name) for name in _OPTIONS[self.kind] if getattr(self, name) is not None}
         if self.original_max_positions is not None:
             parameters["original_max_position_embeddings"] = self.original_max_positions
         return parameters
+
+
+def _first(*values: Any) -> Any:
+    """The first that is not None: a key that is null counts as absent, one that is 0 does not."""
+    return next((value for value in values if value is not None), None)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from elastic_jax.checks import MAX_INT32, check_number, errors_name
 from elastic_jax.models.config import ModelConfig
 from elastic_jax.models.decoder import Decoder
 from elastic_jax.models.rope import RopeConfig, rope_frequencies
@@ -47,12 +50,21 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     Raises:
       ValueError: a key is missing, or asks for something this decoder does not do.
     """
+    with errors_name(file.path):
+        return _config(file)
+
+
+def _config(file: GgufFile) -> ModelConfig:
     architecture = file.metadata.get("general.architecture")
     if architecture not in _ARCHITECTURES:
-        raise ValueError(f"{file.path}: general.architecture={architecture!r}: accepted are {', '.join(_ARCHITECTURES)}")
+        raise ValueError(f"general.architecture={architecture!r}: accepted are {', '.join(_ARCHITECTURES)}")
 
     def find(key: str, default: Any = None) -> Any:
         return file.metadata.get(f"{architecture}.{key}", default)
+
+    def size(key: str, default: int | None = None) -> int:
+        check_number(f"{architecture}.{key}", find(key, default), 1, MAX_INT32, whole=True)
+        return find(key, default)
 
     required = (
         "block_count",
@@ -65,39 +77,36 @@ def gguf_config(file: GgufFile) -> ModelConfig:
     absent = [f"{architecture}.{key}" for key in required if find(key) is None]
     absent += [name for name in ("token_embd.weight",) if name not in file.tensors]
     if absent:
-        raise ValueError(f"{file.path} lacks {', '.join(absent)}")
-    num_heads = find("attention.head_count")
-    num_kv_heads = find("attention.head_count_kv", num_heads)
-    for key, value in (("attention.head_count", num_heads), ("attention.head_count_kv", num_kv_heads)):
-        if not isinstance(value, int):
-            raise ValueError(f"{file.path}: {architecture}.{key}={value}: only one number for all layers is supported")
-    head_dim = find("attention.key_length", find("embedding_length") // num_heads)
+        raise ValueError(f"it lacks {', '.join(absent)}")
+    num_heads, hidden_size = size("attention.head_count"), size("embedding_length")
+    head_dim = size("attention.key_length", hidden_size // num_heads)
     for key, only in (("attention.value_length", head_dim), ("rope.dimension_count", head_dim), ("expert_count", 0)):
         if find(key, only) != only:
-            raise ValueError(f"{file.path}: {architecture}.{key}={find(key)}: only {only} is supported here")
+            raise ValueError(f"{architecture}.{key}={reprlib.repr(find(key))}: only {only} is supported here")
 
-    rope = _rope(file, find)
+    with errors_name(f"{architecture}.rope"):
+        rope = _rope(find, size)
     if _LLAMA3_FACTORS in file.tensors:
         rope = _llama3_rope(file, rope, head_dim)
     return ModelConfig(
         family="qwen3" if architecture == "qwen3" else "llama",
         vocab_size=file.tensors["token_embd.weight"].shape[0],
-        hidden_size=find("embedding_length"),
-        mlp_size=find("feed_forward_length"),
-        num_layers=find("block_count"),
+        hidden_size=hidden_size,
+        mlp_size=size("feed_forward_length"),
+        num_layers=size("block_count"),
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=size("attention.head_count_kv", num_heads),
         head_dim=head_dim,
         rms_norm_eps=find("attention.layer_norm_rms_epsilon"),
         rope=rope,
-        max_positions=find("context_length"),
+        max_positions=size("context_length"),
         tie_embeddings="output.weight" not in file.tensors,
         qk_norm=architecture == "qwen3",
         attention_bias="blk.0.attn_q.bias" in file.tensors,
     )
 
 
-def _rope(file: GgufFile, find: Any) -> RopeConfig:
+def _rope(find: Callable[..., Any], size: Callable[..., int]) -> RopeConfig:
     theta = find("rope.freq_base", 10_000.0)
     factor = find("rope.scaling.factor", find("rope.scale_linear", 0.0)) or 1.0  # llama.cpp reads 0 as none
     kind = find("rope.scaling.type", "linear" if factor != 1.0 else "none")
@@ -106,15 +115,15 @@ def _rope(file: GgufFile, find: Any) -> RopeConfig:
     if kind == "linear":
         return RopeConfig(theta=theta, kind="linear", factor=factor)
     if kind != "yarn":
-        raise ValueError(f"{file.path}: rope.scaling.type={kind!r}: accepted are none, linear, yarn")
+        raise ValueError(f"scaling.type={kind!r}: accepted are none, linear, yarn")
     for key in ("attn_factor", "yarn_ext_factor", "yarn_attn_factor", "yarn_log_multiplier"):
         if find(f"rope.scaling.{key}") is not None:
-            raise ValueError(f"{file.path}: rope.scaling.{key} is set: only YaRN with its default magnitude is supported")
+            raise ValueError(f"scaling.{key} is set: only YaRN with its default magnitude is supported")
     return RopeConfig(
         theta=theta,
         kind="yarn",
         factor=factor,
-        original_max_positions=find("rope.scaling.original_context_length", find("context_length")),
+        original_max_positions=size("rope.scaling.original_context_length", size("context_length")),
         beta_fast=find("rope.scaling.yarn_beta_fast", 32.0),
         beta_slow=find("rope.scaling.yarn_beta_slow", 1.0),
     )
@@ -127,7 +136,7 @@ def _llama3_rope(file: GgufFile, plain: RopeConfig, head_dim: int) -> RopeConfig
     expected = rope_frequencies(plain, head_dim)[0] / rope_frequencies(rope, head_dim)[0]
     if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4):
         raise ValueError(
-            f"{file.path}: {_LLAMA3_FACTORS} is not Llama 3's scaling with low_freq_factor=1, high_freq_factor=4 and 8192 original "
+            f"{_LLAMA3_FACTORS} is not Llama 3's scaling with low_freq_factor=1, high_freq_factor=4 and 8192 original "
             f"positions: no other is supported"
         )
     return rope

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from elastic_jax.checks import check_number
+
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 _ALIGNMENT = 32
@@ -53,7 +55,7 @@ class GgufFile:
             self.metadata, self.tensors = _parse(self._data)
         except struct.error as error:
             raise ValueError(f"{self.path} is truncated: its {self._data.size} bytes end inside the header") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # an array of an array of an array ...
             raise ValueError(f"{self.path} is not a GGUF file this code can read: {error}") from error
         beyond = [name for name, tensor in self.tensors.items() if tensor.stop > self._data.size]
         if beyond:
@@ -62,7 +64,9 @@ class GgufFile:
                 f"{self.path} is truncated: it has {self._data.size} bytes and its tensors need {needed}; "
                 f"{len(beyond)} of {len(self.tensors)} tensors lie beyond its end, {beyond[0]} first"
             )
-        if (parts := self.metadata.get("split.count", 1)) > 1:
+        parts = self.metadata.get("split.count", 1)
+        check_number(f"{self.path}: split.count", parts, 0, 2**16 - 1, whole=True)
+        if parts > 1:
             raise ValueError(f"{self.path} is one of {parts} parts: merge them first (llama.cpp's gguf-split --merge)")
 
     def read(self, name: str) -> np.ndarray:

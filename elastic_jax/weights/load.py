@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import jax
 import jax.numpy as jnp
 
+from elastic_jax.checks import check_number, read_json
 from elastic_jax.models.config import ModelConfig
 from elastic_jax.models.decoder import Decoder
 from elastic_jax.weights.gguf import load_gguf
@@ -54,16 +54,23 @@ def load_tokenizer(source: str | Path, *, revision: str | None = None) -> PreTra
 
     Raises:
       FileNotFoundError: nothing usable there, or the hub cannot be reached.
-      ValueError: a tokenizer in a GGUF file that is not supported.
+      ValueError: a damaged file, or a tokenizer in a GGUF file that is not supported.
     """
     path = _locate(source, _TOKENIZER_FILES, revision)
     if path.suffix == ".gguf":
         return gguf_tokenizer(GgufFile(path))
     if not (path / "tokenizer.json").exists() and not (path / "tokenizer_config.json").exists():
         raise FileNotFoundError(f"{path} holds no tokenizer: neither tokenizer.json nor tokenizer_config.json is there")
+    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+        if (path / name).exists():
+            read_json(path / name)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(path)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # the libraries answer damage with whatever fails first, the Rust one with a bare Exception
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"{path}: the tokenizer cannot be read from its tokenizer.json and tokenizer_config.json ({reason})") from error
 
 
 def load_stop_tokens(source: str | Path, *, revision: str | None = None) -> list[int]:
@@ -71,18 +78,18 @@ def load_stop_tokens(source: str | Path, *, revision: str | None = None) -> list
 
     Raises:
       FileNotFoundError: nothing usable there, or the hub cannot be reached.
-      ValueError: the file is damaged.
+      ValueError: the file is damaged, or names a token that the model does not have.
     """
-    path = _locate(source, _TOKENIZER_FILES, revision) / "generation_config.json"
+    folder = _locate(source, _TOKENIZER_FILES, revision)
+    path = folder / "generation_config.json"
     if not path.is_file():
         return []
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    tokens = found if isinstance(found, list) else [] if found is None else [found]
-    if any(not isinstance(token, int) for token in tokens):
-        raise ValueError(f"{path} has eos_token_id={found!r}: a token id or a list of them is needed")
+    found = read_json(path).get("eos_token_id")
+    if found is None:
+        return []
+    tokens, last = found if isinstance(found, list) else [found], ModelConfig.from_hf(folder).vocab_size - 1
+    for token in tokens:
+        check_number(f"{path}: eos_token_id", token, 0, last, whole=True)
     return tokens
 
 

@@ -108,6 +108,8 @@ def assemble(
     Raises:
       ValueError: lists all tensors that are missing, left over, or of another shape than the configuration says.
     """
+    if config.num_layers > len(shapes):  # a damaged number of layers would be listed for hours
+        raise ValueError(f"{source} holds {len(shapes)} tensors: too few for the {config.num_layers} layers of its configuration")
     graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), param_dtype=dtype)))
     flat = dict(nnx.to_flat_state(abstract))
     wanted = placements(config, flat, naming)

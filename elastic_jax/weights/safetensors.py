@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from flax import nnx
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from elastic_jax.checks import read_json
 from elastic_jax.models.config import ModelConfig
 from elastic_jax.models.decoder import Decoder
 from elastic_jax.weights.names import assemble, placements
@@ -83,10 +85,10 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if not index.exists():
         raise FileNotFoundError(f"{folder} holds neither {_WEIGHTS} nor {_INDEX}")
-    try:
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is not an index of safetensors: {error!r}") from error
+    found = read_json(index).get("weight_map")
+    if not isinstance(found, dict) or not found or not all(isinstance(shard, str) for shard in found.values()):
+        raise ValueError(f"{index}: weight_map={reprlib.repr(found)}: an object with the file of every tensor is needed")
+    shards = sorted(set(found.values()))
     if absent := [shard for shard in shards if not (folder / shard).is_file()]:
         raise ValueError(f"{index} names shards that are not in the folder: {', '.join(absent)}")
     return [folder / shard for shard in shards]
