@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from elastic_jax.arguments import check_chat, check_text
 from elastic_jax.cache import PagedCache, bucket, keeps_ring
+from elastic_jax.checks import check_chat, check_text
 from elastic_jax.decoding import feed_tokens
 
 if TYPE_CHECKING:

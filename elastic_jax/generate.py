@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from elastic_jax.arguments import check_chat, check_number, check_text
 from elastic_jax.cache import PagedCache, PagePool, bucket, keeps_ring, page_bytes, pages_needed
+from elastic_jax.checks import MAX_INT32, check_chat, check_number, check_text
 from elastic_jax.data.chat import ChatEncoder
 from elastic_jax.decoding import MAX_STEPS, first_token, generate_tokens
 from elastic_jax.elastic import Arrays, ElasticModel, LayerBackbones
@@ -160,11 +160,10 @@ class Generator:
         self._pool: PagePool | None = None
         self._cache_gib = cache_gib
         if cache_gib is not None:
-            lowest, highest = self._page_bytes / 2**30, self._page_bytes  # GiB of one page, and of 2**30 pages
-            accepted = f"numbers from {lowest:.3g} to {highest}, the GiB of one page and of 2**30"
-            gib = check_number("cache_gib", cache_gib, accepted, lowest, highest)
+            one_page = self._page_bytes / 2**30
+            check_number("cache_gib", cache_gib, one_page, MAX_INT32 // 2 * one_page)
             try:
-                self._pool = self._new_pool(int(gib / lowest))
+                self._pool = self._new_pool(int(cache_gib / one_page))
             except jax.errors.JaxRuntimeError as error:
                 raise ValueError(f"cache_gib={cache_gib}: the device cannot give as much ({str(error).splitlines()[0]})") from error
 
@@ -302,20 +301,18 @@ class Generator:
     ) -> Request:
         """Checks options as in `generate`, for prompts that are texts or (False) chats."""
         batch = len(is_text)
-        if not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens!r}: a whole number from 1 is needed")
-        temperature = check_number("temperature", temperature, "numbers from 0, which is greedy", 0.0, float(np.finfo(np.float32).max))
-        if not isinstance(top_k, Integral) or top_k < 0:
-            raise ValueError(f"top_k={top_k!r}: accepted are whole numbers from 0, which keeps all tokens")
-        top_p = check_number("top_p", top_p, "numbers in (0, 1]", math.ulp(0.0), 1.0)
+        check_number("max_new_tokens", max_new_tokens, 1, MAX_INT32, whole=True)
+        check_number("temperature", temperature, 0.0, float(np.finfo(np.float32).max))  # 0 is greedy
+        check_number("top_k", top_k, 0, MAX_INT32, whole=True)  # 0 keeps all tokens
+        check_number("top_p", top_p, 1e-9, 1.0)
+        check_number("logit_bias", logit_bias, -math.inf, math.inf)
         seeds = range(batch) if seeds is None else seeds
         whole = isinstance(seeds, Sequence | np.ndarray) and all(isinstance(seed, Integral) for seed in seeds)
         if not whole or len(seeds) != batch or not all(0 <= seed < 2**32 for seed in seeds):
             raise ValueError(f"seeds={seeds!r}: accepted are {batch} whole numbers from 0 to 2**32 - 1, one per prompt")
-        logit_bias = check_number("logit_bias", logit_bias, "numbers, and none where heads are given", -math.inf, math.inf)
         if heads is not None and logit_bias:
             raise ValueError(f"logit_bias={logit_bias}: accepted are numbers, and none where heads are given")
-        sampling = Sampling(np.float32(temperature), np.int32(min(top_k, 2**31 - 1)), np.float32(top_p), np.array(seeds, np.uint32))
+        sampling = Sampling(np.float32(temperature), np.int32(top_k), np.float32(top_p), np.array(seeds, np.uint32))
         stops = [self._stops(stop, text) for text in is_text]
         width = -(-max(1, *map(len, stops)) // 4) * 4  # few widths, since each is a program
         padded = np.array([[*tokens, *[-1] * (width - len(tokens))] for tokens in stops], np.int32)

@@ -304,7 +304,7 @@ def test_a_line_that_is_no_prompt_is_named(program, tmp_path, line, message):
         ({"prompt": "x", "seed": -1}, "seeds=[-1]"),
         ({"prompt": "x", "stop": "two"}, "stop: 'two' is 3 tokens"),
         ({"prompt": "x", "stop": "259"}, "stop: 259 is no token"),
-        ({"prompt": "x", "cache_gib": 0}, "cache_gib=0.0: accepted are numbers from"),
+        ({"prompt": "x", "cache_gib": 0}, "cache_gib=0.0: a number from 1.9"),
     ],
 )
 def test_bad_input_is_one_line_that_names_it(program, arguments, message):
