@@ -18,6 +18,7 @@ from absl import app, flags, logging
 
 from elastic_jax.config import RouterConfig, SparsityConfig
 from elastic_jax.data.packing import check_pack_shape
+from experiments import common
 from experiments.bench import attention, inference, report, router, train_step, tuning, xattn
 from experiments.bench.shapes import SHAPES
 from experiments.common import define_model_flags, errors_in_one_line, load_elastic_model, model_settings
@@ -27,7 +28,7 @@ _WHATS = ["attention", "dispatch", "backward", "xattn", "router", "train_step", 
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
-        sys.exit(f"unexpected argument {argv[1]!r}: every option is a flag, --helpfull lists them")
+        sys.exit(f"unexpected argument {argv[1]!r}: every option is a flag, --help lists them")
     values = flags.FLAGS
     logging.set_verbosity(logging.WARNING)
     if values.what != "memory":
@@ -135,6 +136,7 @@ def _options(text: str) -> dict[str, dict[str, Any]]:
 
 if __name__ == "__main__":
     define_model_flags()
+    flags.adopt_module_key_flags(common)  # so that --help has them
     flags.DEFINE_enum("what", None, _WHATS, "What to time; `report` writes table and plot of the files of --out again.", required=True)
     flags.DEFINE_enum("shape", "qwen3_4b", list(SHAPES), "Model whose heads the kernels get; those that run a whole model take --model.")
     flags.DEFINE_list("tokens", None, "Sequence lengths (default: of each benchmark its own).")

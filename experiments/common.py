@@ -146,7 +146,7 @@ def read_heads(heads: str | None) -> Any:
             plan = np.array(json.loads(file.read_text(encoding="utf-8")))
         else:
             raise ValueError("neither of these")
-    except (ValueError, EOFError, RecursionError) as error:
+    except (ValueError, OSError, EOFError, RecursionError) as error:
         raise ValueError(f"--heads={heads}: {accepted} ({error})") from error
     if not isinstance(plan, np.ndarray):
         raise ValueError(f"--heads={heads}: {accepted}, not an archive of arrays")
@@ -202,7 +202,8 @@ def errors_in_one_line() -> Iterator[None]:
             raise
         sys.exit(f"error: the device is out of memory ({str(error).splitlines()[0]}): shorter or fewer sequences at once need less")
     except KeyboardInterrupt:
-        sys.exit("interrupted")
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)  # as of a program that SIGINT ends
 
 
 def use_compilation_cache() -> None:

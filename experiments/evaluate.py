@@ -24,6 +24,7 @@ from elastic_jax.data.packing import fill_pack
 from elastic_jax.evaluation.heldout import HeldoutScorer, evaluate_heldout, heldout_batches, report_table
 from elastic_jax.evaluation.results import replacing
 from elastic_jax.trainer import data_mesh, init_state
+from experiments import common, suites
 from experiments.common import (
     MODEL_FLAGS,
     define_model_flags,
@@ -82,7 +83,7 @@ def _first_of_each_class(documents: Any, rows: int) -> list[Any]:
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
-        sys.exit(f"unexpected argument {argv[1]!r}: every option is a flag, --helpfull lists them")
+        sys.exit(f"unexpected argument {argv[1]!r}: every option is a flag, --help lists them")
     logging.set_verbosity(logging.WARNING)  # Orbax tells every step of a save
     use_compilation_cache()
     values = flags.FLAGS
@@ -111,4 +112,6 @@ if __name__ == "__main__":
     flags.DEFINE_float("logit_bias", 0.0, "Added to every head's logit for full attention: moves the sparsity without retraining.")
     define_model_flags()
     define_suite_flags()
+    for module in (common, suites):  # so that --help has them
+        flags.adopt_module_key_flags(module)
     app.run(main)

@@ -1,4 +1,4 @@
-"""Fetches the demo model and texts (about 150 MB on disk) that the demo and the tests use: see elastic_jax/assets.py.
+"""Fetches the demo model and texts (174 MB on disk) that the demo and the tests use: see elastic_jax/assets.py.
 
 python -m experiments.fetch_assets [--only=smollm2_135m,essays]
 """

@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from elastic_jax.generate import Completion, Generator, Timings
 from elastic_jax.replicas import map_batches
+from experiments import common
 from experiments.common import define_model_flags, errors_in_one_line, load_generator, read_heads, use_compilation_cache
 
 _INPUTS = ("prompt", "prompt_file", "chat", "batch")
@@ -58,8 +59,8 @@ def define_generation_flags() -> None:
     flags.DEFINE_float("temperature", 0.0, "0 takes the best token; otherwise logits are divided by it.")
     flags.DEFINE_integer("top_k", 0, "Draw from the k best tokens only (0: all).")
     flags.DEFINE_float("top_p", 1.0, "Draw from the fewest tokens that hold this probability.")
-    flags.DEFINE_integer("seed", 0, "Of the draws; --batch adds to it the number of a line that has no seed of its own.")
-    flags.DEFINE_multi_string("stop", None, "Token that ends a text, by id or text; repeat for several (default: the model's own).")
+    flags.DEFINE_integer("seed", 0, "Of the draws; --batch adds to it the number of a line that has no seed of its own.", lower_bound=0)
+    flags.DEFINE_multi_string("stop", None, "Token that ends a text, by id or text, instead of the model's own; repeat for several.")
     flags.DEFINE_float("cache_gib", None, "Memory of the cache (default: what the prompts need).")
 
 
@@ -325,7 +326,8 @@ def _batch(
                     done |= {sample.id for sample in group}
                     bar.update(len(group))
         except KeyboardInterrupt:
-            sys.exit(f"interrupted: {len(done)} of {len(samples)} results are in {values.out}; the same command goes on")
+            _say(f"interrupted: {len(done)} of {len(samples)} results are in {values.out}; the same command goes on")
+            sys.exit(130)
     several = f"added up over {len(generators)} devices, {time.perf_counter() - started:.2f} s together: " if len(generators) > 1 else ""
     _say(several + summary(calls) if calls else "nothing was left to do")
     _say(f"{len(samples)} results are in {values.out}")
@@ -384,7 +386,7 @@ def _run(values: flags.FlagValues) -> None:
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
-        sys.exit(f"unexpected argument {argv[1]!r}: every option is a flag, --helpfull lists them")
+        sys.exit(f"unexpected argument {argv[1]!r}: every option is a flag, --help lists them")
     logging.set_verbosity(logging.WARNING)  # Orbax tells every step of a load
     use_compilation_cache()
     with errors_in_one_line():
@@ -393,5 +395,6 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     define_model_flags()
+    flags.adopt_module_key_flags(common)  # so that --help has them
     define_generation_flags()
     app.run(main)

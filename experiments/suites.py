@@ -164,7 +164,7 @@ def _selection(suite: str) -> _Selection:
         if twice := [str(value) for value in given.get(name, []) if given[name].count(value) > 1]:
             raise ValueError(f"--{name} has {twice[0]} twice: each is accepted once")
     if values.repeats > 1 and (suite != "math" or not values.temperature):
-        raise ValueError(f"--repeats={values.repeats}: only --suite=math draws several answers, with a --temperature above 0")
+        raise ValueError(f"--repeats={values.repeats}: several answers go with --suite=math and a --temperature above 0")
     return _Selection(**dict.fromkeys(("data", "tasks", "samples")) | _PRESETS[values.preset][suite] | given)
 
 
@@ -175,8 +175,11 @@ def _load_generator(router: str | None, heads: str | None, cache_gib: float | No
     generator, settings, source = load_generator(router, cache_gib)
     # Where weights and routers lie does not matter; that they are the same is seen by a row of every array of a layer.
     rows = [leaf[(0,) * (leaf.ndim - 1)] for leaf in jax.tree.leaves(generator.backbones[0])]
-    digests = {"weights_sha256": _digest(*rows), "router_sha256": _digest(*jax.tree.leaves(generator.router))}
-    return generator, {name: value for name, value in settings.items() if name not in ("weights", "router")} | digests, source
+    digests = {"weights_sha256": _digest(*rows)}
+    if generator.router is not None:
+        digests |= {"router_sha256": _digest(*jax.tree.leaves(generator.router))}
+    unused = {"weights", "router"} | (set() if generator.router is not None else {"pooling", "router_width"})
+    return generator, {name: value for name, value in settings.items() if name not in unused} | digests, source
 
 
 def _digest(*arrays: Any) -> str:
@@ -210,7 +213,7 @@ def _ruler(selection: _Selection, generator: Generator) -> tuple[list[Sample], d
         "prompts": "re-worded",
         "answer prefix": flags.FLAGS.ruler_prefix if chat else "text",
         "chat template": chat,
-        "seed": 42,
+        "seed of the samples": 42,
     }
 
 
@@ -226,12 +229,16 @@ def _longbench_v2(selection: _Selection, generator: Generator) -> tuple[list[Sam
 
 
 def _math(selection: _Selection, generator: Generator) -> tuple[list[Sample], dict[str, Any]]:
-    samples = []
-    task: Any  # an unknown one is refused where it is read
-    for task in selection.tasks or mathematics.TASKS:
-        source = selection.data or _MATH_HUB.get(task, str(task))
-        if selection.data is not None and Path(selection.data, task).is_dir():
-            source = str(Path(selection.data, task))
+    samples, tasks = [], selection.tasks or mathematics.TASKS
+    if unknown := sorted(set(tasks) - set(mathematics.TASKS)):
+        raise ValueError(f"--tasks={unknown[0]}: accepted are {', '.join(mathematics.TASKS)}")
+    task: Any
+    for task in tasks:
+        source: str | Path = _MATH_HUB[task] if selection.data is None else selection.data
+        if Path(source).is_dir():
+            source = mathematics.folder_of(source, task)
+            if len(tasks) > 1 and source == Path(selection.data or ""):
+                raise ValueError(f"--data={source}: subfolders {', '.join(tasks)} are needed, or --tasks with one of them")
         samples += mathematics.samples(source, benchmark=task, k=flags.FLAGS.repeats, limit=selection.samples)
     return samples, {"prompts": "own, zero-shot", "thinking": "off"}
 
@@ -244,7 +251,7 @@ def _longhealth(selection: _Selection, generator: Generator) -> tuple[list[Sampl
     samples = longhealth.samples(
         selection.data, tasks=selection.tasks, limit=selection.samples, max_tokens=room, count_tokens=functools.cache(count)
     )
-    return samples, {"prompts": "re-worded", "documents' tokens": room, "score": "letter", "seed": 0}
+    return samples, {"prompts": "re-worded", "documents' tokens": room, "score": "letter", "seed of the samples": 0}
 
 
 _READERS: dict[str, _Reader] = {

@@ -25,6 +25,7 @@ from elastic_jax.optim import OptimizerConfig
 from elastic_jax.processes import check_same, in_first, is_first, join_processes
 from elastic_jax.trainer import TrainConfig, data_mesh, replicate
 from elastic_jax.training_loop import train
+from experiments import common
 from experiments.common import (
     check_length,
     define_model_flags,
@@ -148,7 +149,7 @@ def _run(settings: dict[str, Any], out: str, checkpoint_every: int, keep: int, w
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
-        sys.exit(f"unexpected argument {argv[1]!r}: every option is a flag, --helpfull lists them")
+        sys.exit(f"unexpected argument {argv[1]!r}: every option is a flag, --help lists them")
     logging.set_verbosity(logging.WARNING)  # Orbax tells every step of a save
     use_compilation_cache()
     values = flags.FLAGS
@@ -165,6 +166,7 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     define_model_flags()
+    flags.adopt_module_key_flags(common)  # so that --help has them
     _TRAINING_FLAGS = define_training_flags()
     flags.DEFINE_string("out", "runs/train", "Folder of the run: checkpoints, metrics, plots.")
     flags.DEFINE_integer("checkpoint_every", 100, "Steps between checkpoints.")

@@ -86,6 +86,7 @@ def test_longbench_weighs_samples_in_the_whole_and_tasks_in_a_group(tmp_path):
     assert cells["groups"]["Code"]["low"] == cells["groups"]["Code"]["high"] == 25
     assert cells["groups"]["Single-Doc QA"]["low"] < 75 < cells["groups"]["Single-Doc QA"]["high"]
     text = markdown(report)
+    assert "No batch shape ran a second time" in text
     assert "| this run | 75.00 [" in text
     assert "all scores of a task were equal" in text
 

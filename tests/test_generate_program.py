@@ -301,7 +301,6 @@ def test_a_line_that_is_no_prompt_is_named(program, tmp_path, line, message):
         ({"prompt": "x", "max_new_tokens": 600}, "the model has 512 positions"),
         ({"prompt": "x", "temperature": -1}, "temperature=-1.0"),
         ({"prompt": "x", "top_p": 0}, "top_p=0.0"),
-        ({"prompt": "x", "seed": -1}, "seeds=[-1]"),
         ({"prompt": "x", "stop": "two"}, "stop: 'two' is 3 tokens"),
         ({"prompt": "x", "stop": "259"}, "stop: 259 is no token"),
         ({"prompt": "x", "cache_gib": 0}, "cache_gib=0.0: a number from 1.9"),
@@ -395,7 +394,7 @@ def test_ctrl_c_keeps_what_is_done(folders, program, tmp_path):
         err = process.communicate(timeout=60)[1].decode()
     kept = out.read_bytes()
     assert 2 <= done() < 40
-    assert process.returncode == 1
+    assert process.returncode == 130
     assert err.endswith(f"interrupted: {done()} of 40 results are in {out}; the same command goes on\n")
     assert "Traceback" not in err
     assert program(batch=batch, out=out, batch_size=1)[0] is None

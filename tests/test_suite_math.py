@@ -62,6 +62,29 @@ def test_math(tmp_path):
     assert (first.group, first.metric) == ("MATH", "math_expression")
 
 
+def test_math_as_it_was_published(tmp_path):
+    for number, record in enumerate(_MATH):
+        for split in ("train", "test"):
+            file = tmp_path / "MATH" / split / record["type"].lower() / f"{number}.json"
+            file.parent.mkdir(parents=True)
+            file.write_text(json.dumps(record if split == "test" else {"problem": "no", "solution": "\\boxed{0}"}))
+    samples = mathematics.samples(mathematics.folder_of(tmp_path, "math"), benchmark="math")
+    assert [sample.references[0] for sample in samples] == ["\\frac{1}{2}", "\\text{east}"]
+    file.write_text("[]")
+    with pytest.raises(ValueError, match="1.json: a problem is needed, an object; found list"):
+        mathematics.samples(tmp_path, benchmark="math")
+
+
+def test_a_folder_with_several_benchmarks(tmp_path):
+    assert mathematics.folder_of(tmp_path, "math") == tmp_path
+    for name in ("GSM8K", "MATH-500"):
+        (tmp_path / name).mkdir()
+    assert mathematics.folder_of(tmp_path, "math") == tmp_path / "MATH-500"
+    assert mathematics.folder_of(tmp_path, "gsm8k") == tmp_path / "GSM8K"
+    with pytest.raises(ValueError, match="has no subfolder for aime24: name one aime24, or leave it out"):
+        mathematics.folder_of(tmp_path, "aime24")
+
+
 def test_aime(tmp_path):
     first, second = mathematics.samples(_write(tmp_path, "aime24"), benchmark="aime24")
     assert (first.references, second.references) == (("25",), ("204",))

@@ -214,8 +214,7 @@ def markdown(report: dict[str, Any]) -> str:
         lines += [f"- {caveat}" for caveat in report["paper"]["caveats"]]
     if "against" in report:
         lines += ["", *_against(report["against"])]
-    if report["timing"]:
-        lines += ["", *_speed(report)]
+    lines += ["", *_speed(report)]
     if report.get("paper", {}).get("speed"):
         lines += ["", *_paper_speed(report)]
     lines += ["", "## All cells", "", *_details(cells)]
@@ -238,6 +237,8 @@ def _headline(report: dict[str, Any], layout: Layout) -> list[str]:
     columns = {**cells[layout.columns], "overall": cells["overall"]}
     paper = report.get("paper", {"rows": {}})["rows"]
     names = [*dict.fromkeys([*next(iter(paper.values()), {}), *columns])]
+    if layout.columns == "lengths":
+        names.sort(key=lambda name: int(name) if name.isdecimal() else 0)
     names = [*(name for name in names if name != "overall"), "overall"]
     header = ["", *(title for name in names for title in (name, "Ω"))]
     rows = [["this run", *(text for name in names for text in _pair(columns.get(name)))]]
@@ -293,6 +294,8 @@ def _speed(report: dict[str, Any]) -> list[str]:
         ]
         for length, times in timing.items()
     ]
+    if not rows:
+        return ["## Speed", "", "No batch shape ran a second time, so every time has its programs' compilation in it: nothing to tell."]
     lines = ["## Speed", "", "Batches that had nothing to compile."]
     if "run" in speedup:
         lines[-1] += f" Speed-up of prefill over {speedup['run']}, on batches of equal rows and padded length."

@@ -8,14 +8,14 @@ raised (`dataclasses.replace`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from elastic_jax.evaluation.math_equality import last_boxed
 from elastic_jax.evaluation.metrics import parse_number
 from elastic_jax.evaluation.samples import Sample
-from elastic_jax.evaluation.suites.files import Record, find_files, read_records, text, value
+from elastic_jax.evaluation.suites.files import Located, Record, find_files, read_json, read_records, text, value
 
 Benchmark = Literal["gsm8k", "math", "aime24"]
 TASKS: tuple[Benchmark, ...] = ("gsm8k", "math", "aime24")
@@ -31,7 +31,7 @@ _GROUP = {"gsm8k": "GSM8K", "math": "MATH", "aime24": "AIME24"}
 _MAX_NEW_TOKENS = {"gsm8k": 1024, "math": 4096, "aime24": 32768}
 _FILES: dict[str, Sequence[str]] = {
     "gsm8k": ["main/test-*.parquet", "*test*.jsonl", "*test*.parquet"],
-    "math": ["*test*.jsonl", "*test*.parquet"],
+    "math": ["*test*.jsonl", "*test*.parquet", "*test/*/*.json"],
     "aime24": ["*.jsonl", "*.parquet"],
 }
 
@@ -43,7 +43,8 @@ def samples(source: str | Path, *, benchmark: Benchmark, k: int = 1, limit: int 
 
     Args:
       source: a folder with the test split, a .jsonl or .parquet file, or a hub id such as openai/gsm8k, HuggingFaceH4/MATH-500 or
-        HuggingFaceH4/aime_2024. Columns: question and answer (GSM8K), problem and solution (MATH), problem and answer (AIME24).
+        HuggingFaceH4/aime_2024; of MATH also the original folder, a .json file for each problem. Columns:
+        question and answer (GSM8K), problem and solution (MATH), problem and answer (AIME24).
       benchmark: which one.
       k: samples of each problem, whose ids end in /0 to /k-1; their mean is the problem's score. Worth something with sampling only.
       limit: the first problems; None: all.
@@ -56,7 +57,8 @@ def samples(source: str | Path, *, benchmark: Benchmark, k: int = 1, limit: int 
         raise ValueError(f"benchmark={benchmark!r}: accepted are {', '.join(TASKS)}")
     if k < 1:
         raise ValueError(f"k={k}: a whole number from 1 is needed")
-    records = itertools.chain.from_iterable(map(read_records, find_files(source, _FILES[benchmark])))
+    files = find_files(source, _FILES[benchmark])
+    records = itertools.chain.from_iterable(_read_problem(file) if file.suffix == ".json" else read_records(file) for file in files)
     result = []
     for number, (where, record) in enumerate(itertools.islice(records, limit)):
         problem = text(record, "question" if benchmark == "gsm8k" else "problem", where).strip()
@@ -77,6 +79,27 @@ def samples(source: str | Path, *, benchmark: Benchmark, k: int = 1, limit: int 
             for repeat in range(k)
         ]
     return result
+
+
+def folder_of(source: str | Path, benchmark: Benchmark) -> Path:
+    """Where one benchmark lies in a folder with several: in a subfolder whose name begins like its own (in any case), else in the folder.
+
+    Raises:
+      ValueError: the subfolders hold other benchmarks, so that this one's files cannot be told from theirs.
+    """
+    names = {"gsm8k": "gsm8k", "math": "math", "aime24": "aime"}
+    folders = {path.name.lower(): path for path in sorted(Path(source).iterdir(), reverse=True) if path.is_dir()}
+    found = {task: [path for name, path in folders.items() if name.startswith(beginning)] for task, beginning in names.items()}
+    if not found[benchmark] and any(found.values()):
+        raise ValueError(f"{source} has no subfolder for {benchmark}: name one {benchmark}, or leave it out (--tasks)")
+    return found[benchmark][-1] if found[benchmark] else Path(source)
+
+
+def _read_problem(path: Path) -> Iterator[Located]:
+    record = read_json(path)
+    if not isinstance(record, dict):
+        raise ValueError(f"{path}: a problem is needed, an object; found {type(record).__name__}")
+    yield str(path), record
 
 
 _DESCRIBED = {"level": "level", "type": "subject", "subject": "subject"}
