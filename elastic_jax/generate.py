@@ -29,7 +29,7 @@ from elastic_jax.decoding import MAX_STEPS, first_token, generate_tokens
 from elastic_jax.elastic import Arrays, ElasticModel, LayerBackbones
 from elastic_jax.prefill import Prefilled, prefill
 from elastic_jax.replicas import copy_to
-from elastic_jax.sampling import Sampling
+from elastic_jax.sampling import Sampling, check_options
 from elastic_jax.text_stream import TextStream, decode_text
 
 if TYPE_CHECKING:
@@ -301,17 +301,11 @@ class Generator:
     ) -> Request:
         """Checks options as in `generate`, for prompts that are texts or (False) chats."""
         batch = len(is_text)
-        check_number("max_new_tokens", max_new_tokens, 1, MAX_INT32, whole=True)
-        check_number("temperature", temperature, 0.0, float(np.finfo(np.float32).max))  # 0 is greedy
-        check_number("top_k", top_k, 0, MAX_INT32, whole=True)  # 0 keeps all tokens
-        check_number("top_p", top_p, 1e-9, 1.0)
-        check_number("logit_bias", logit_bias, -math.inf, math.inf)
+        check_options(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, logit_bias=logit_bias, heads=heads)
         seeds = range(batch) if seeds is None else seeds
         whole = isinstance(seeds, Sequence | np.ndarray) and all(isinstance(seed, Integral) for seed in seeds)
         if not whole or len(seeds) != batch or not all(0 <= seed < 2**32 for seed in seeds):
             raise ValueError(f"seeds={seeds!r}: accepted are {batch} whole numbers from 0 to 2**32 - 1, one per prompt")
-        if heads is not None and logit_bias:
-            raise ValueError(f"logit_bias={logit_bias}: accepted are numbers, and none where heads are given")
         sampling = Sampling(np.float32(temperature), np.int32(top_k), np.float32(top_p), np.array(seeds, np.uint32))
         stops = [self._stops(stop, text) for text in is_text]
         width = -(-max(1, *map(len, stops)) // 4) * 4  # few widths, since each is a program

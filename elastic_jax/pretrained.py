@@ -10,12 +10,29 @@ import jax.numpy as jnp
 
 from elastic_jax.checkpoints import RunDirectory, load_router, run_configs
 from elastic_jax.config import RouterConfig, SparsityConfig
-from elastic_jax.elastic import ElasticModel, split_layers
+from elastic_jax.elastic import Arrays, ElasticModel, split_layers
 from elastic_jax.generate import Generator
 from elastic_jax.weights.load import load_model, load_stop_tokens, load_tokenizer
 from pallas_kernels.api import Implementation
 
 _DTYPES = ("float32", "bfloat16", "float16")
+
+
+def load_elastic_model(
+    source: str | Path,
+    *,
+    sparsity: SparsityConfig,
+    router: RouterConfig,
+    dtype: jax.typing.DTypeLike,
+    implementation: Implementation | None,
+    yarn_factor: float | None,
+    revision: str | None = None,
+) -> tuple[ElasticModel, Arrays]:
+    """The static model and its backbone's arrays; arguments and errors as in `load_generator`."""
+    decoder = load_model(source, dtype=jnp.dtype(dtype), revision=revision).decoder
+    if yarn_factor is not None:
+        decoder.config = decoder.config.with_yarn(yarn_factor)
+    return ElasticModel.create(decoder, decoder.config, sparsity=sparsity, router=router, implementation=implementation)
 
 
 def load_generator(
@@ -65,15 +82,14 @@ def load_generator(
             yarn_factor = settings["yarn_factor"] if yarn_factor is None else yarn_factor
         if dtype is None:
             dtype = "bfloat16" if jax.default_backend() == "gpu" else "float32"
-        decoder = load_model(source, dtype=jnp.dtype(dtype), revision=revision).decoder
-        if yarn_factor is not None:
-            decoder.config = decoder.config.with_yarn(yarn_factor)
-        model, backbone = ElasticModel.create(
-            decoder,
-            decoder.config,
+        model, backbone = load_elastic_model(
+            source,
             sparsity=SparsityConfig() if sparsity is None else sparsity,
             router=router_config,
+            dtype=dtype,
             implementation=implementation,
+            yarn_factor=yarn_factor,
+            revision=revision,
         )
         routers = None if run is None else load_router(run, model)
     tokenizer, stop_tokens = load_tokenizer(source, revision=revision), load_stop_tokens(source, revision=revision)

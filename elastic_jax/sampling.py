@@ -5,10 +5,14 @@ Axis letters: B sequences, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from elastic_jax.checks import MAX_INT32, check_number
 
 
 class Sampling(NamedTuple):
@@ -18,6 +22,17 @@ class Sampling(NamedTuple):
     top_k: Any
     top_p: Any
     seeds: Any
+
+
+def check_options(*, max_new_tokens: int, temperature: float, top_k: int, top_p: float, logit_bias: float, heads: Any) -> None:
+    """ValueError where what decides a call's tokens is no number of its range, whatever the model: see `Generator.generate`."""
+    check_number("max_new_tokens", max_new_tokens, 1, MAX_INT32, whole=True)
+    check_number("temperature", temperature, 0.0, float(np.finfo(np.float32).max))
+    check_number("top_k", top_k, 0, MAX_INT32, whole=True)
+    check_number("top_p", top_p, 1e-9, 1.0)
+    check_number("logit_bias", logit_bias, -math.inf, math.inf)
+    if heads is not None and logit_bias:
+        raise ValueError(f"logit_bias={logit_bias}: accepted are numbers, and none where heads are given")
 
 
 def sample(logits: jax.Array, position: jax.Array, sampling: Sampling) -> jax.Array:

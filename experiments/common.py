@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from elastic_jax import assets
+from elastic_jax import assets, pretrained
 from elastic_jax.checkpoints import RunDirectory, load_router, run_configs
 from elastic_jax.config import RouterConfig, SparsityConfig
 from elastic_jax.data.documents import Documents
@@ -25,7 +24,7 @@ from elastic_jax.elastic import Arrays, ElasticModel, split_layers
 from elastic_jax.generate import Generator
 from elastic_jax.models.config import PRESETS
 from elastic_jax.training_loop import NonFiniteLossError
-from elastic_jax.weights.load import load_model, load_stop_tokens, load_tokenizer
+from elastic_jax.weights.load import load_stop_tokens, load_tokenizer
 
 # transformers is here for its tokenizers: that PyTorch is absent is no news.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -96,18 +95,14 @@ def load_elastic_model(settings: dict[str, Any]) -> tuple[ElasticModel, Arrays, 
     """The model that a run's settings name: (static model, backbone arrays, source of the weights and tokenizer)."""
     source = weights_source(settings["model"], settings["weights"])
     sparsity, router = run_configs(settings)
-    loaded = load_model(source, dtype=jnp.dtype(settings["dtype"]))
-    preset = PRESETS.get(settings["model"])
-    if preset is not None and (preset.num_layers, preset.hidden_size) != (loaded.config.num_layers, loaded.config.hidden_size):
+    options = {name: settings[name] for name in ("dtype", "implementation", "yarn_factor")}
+    model, backbone = pretrained.load_elastic_model(source, sparsity=sparsity, router=router, **options)
+    preset, found = PRESETS.get(settings["model"]), model.config
+    if preset is not None and (preset.num_layers, preset.hidden_size) != (found.num_layers, found.hidden_size):
         raise ValueError(
-            f"--weights={source} has {loaded.config.num_layers} layers of width {loaded.config.hidden_size}, but "
+            f"--weights={source} has {found.num_layers} layers of width {found.hidden_size}, but "
             f"--model={settings['model']} has {preset.num_layers} of {preset.hidden_size}"
         )
-    if settings["yarn_factor"] is not None:
-        loaded.decoder.config = loaded.config.with_yarn(settings["yarn_factor"])
-    model, backbone = ElasticModel.create(
-        loaded.decoder, loaded.decoder.config, sparsity=sparsity, router=router, implementation=settings["implementation"]
-    )
     return model, backbone, source
 
 

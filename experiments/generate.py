@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from elastic_jax.generate import Completion, Generator, Timings
 from elastic_jax.replicas import map_batches
+from elastic_jax.sampling import check_options
 from experiments import common
 from experiments.common import define_model_flags, errors_in_one_line, load_generator, read_heads, use_compilation_cache
 
@@ -363,6 +364,7 @@ def _run(values: flags.FlagValues) -> None:
     samples = read_samples(values.batch, values) if values.batch is not None else []
     text = "" if values.batch is not None or values.chat else _read_prompt(values)
     options: dict[str, Any] = {name: values[name].value for name in ("max_new_tokens", "temperature", "top_k", "top_p", "logit_bias")}
+    check_options(**options, heads=heads)
     stop = None if values.stop is None else [int(item) if item.isascii() and item.isdecimal() else item for item in values.stop]
 
     compiling, started = CompileTime(), time.perf_counter()

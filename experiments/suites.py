@@ -22,6 +22,7 @@ from elastic_jax.evaluation.samples import Sample
 from elastic_jax.evaluation.suite_report import markdown, suite_report
 from elastic_jax.evaluation.suites import longbench_e, longbench_v2, longhealth, mathematics, ruler
 from elastic_jax.generate import Generator
+from elastic_jax.sampling import check_options
 from experiments.common import load_generator, read_heads
 from experiments.figures import plot_lengths
 
@@ -112,10 +113,11 @@ def run_suite(suite: str, out: str, *, batch_size: int, seed: int, logit_bias: f
 
 def _answer(suite: str, out: str, batch_size: int, seed: int, logit_bias: float) -> None:
     values, selection = flags.FLAGS, _selection(suite)
-    generator, settings, source = _load_generator(values.router, values.heads, values.cache_gib)
     heads = read_heads(values.heads)
     drawing: dict[str, Any] = {name: values[name].value for name in ("temperature", "top_k", "top_p")}
-    generator.request([True], max_new_tokens=1, heads=heads, logit_bias=logit_bias, **drawing)  # for its checks
+    check_options(max_new_tokens=selection.max_new_tokens or 1, heads=heads, logit_bias=logit_bias, **drawing)
+    generator, settings, source = _load_generator(values.router, values.heads, values.cache_gib)
+    generator.request([True], max_new_tokens=1, heads=heads, logit_bias=logit_bias)  # for its check of the heads
     positions = generator.model.config.max_positions
     if selection.max_new_tokens is not None and selection.max_new_tokens >= positions:
         raise ValueError(f"--max_new_tokens={selection.max_new_tokens}: the model has {positions} positions, and the prompt needs some")

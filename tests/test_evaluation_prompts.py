@@ -110,5 +110,5 @@ def test_encoded_prompts_are_generated_as_the_chats_they_came_from():
     for user_turn in ((3, 3), (-1, 4), (0, 10_000)):
         with pytest.raises(ValueError, match=r"prompts\[0\] has user_turn=.*a range within its"):
             MODEL.generate([EncodedPrompt(encoded[0].tokens, user_turn)], max_new_tokens=1)
-    with pytest.raises(ValueError, match="has token 259"):
+    with pytest.raises(ValueError, match="has tokens from 259 to 259"):
         MODEL.generate([EncodedPrompt(np.array([259], np.int32), (0, 1))], max_new_tokens=1)
