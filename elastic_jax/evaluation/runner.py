@@ -23,7 +23,7 @@ from elastic_jax.replicas import map_batches
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """How samples are run; nothing but the first two lines' attributes can change an answer.
+    """How samples are run; the sizes of batches change no answer but by rounding (see `run_samples`).
 
     Attributes:
       heads, logit_bias, temperature, top_k, top_p: as in `Generator.generate`, but that the bias is finite.
@@ -75,7 +75,9 @@ def run_samples(
 ) -> None:
     """Answers and scores the samples that the folder has no result of.
 
-    Results do not depend on the batches, on the samples' order, on interruptions or on the devices.
+    Results do not depend on the samples' order, on interruptions or on the devices: batches are made of all samples, and one that was
+    interrupted runs again as it was. In float32 they do not depend on the size of batches either; in bfloat16 another number of rows may
+    end a near-tie between two tokens otherwise (see `Generator.generate`).
 
     Args:
       devices: that share the batches; the weights are copied to as many as there are batches for. None given: the generator's own.
@@ -86,23 +88,22 @@ def run_samples(
     """
     known = {record["id"]: record["prompt"] for record in results.records}
     block = generator.model.sparsity.block_size
-    items, names, done = [], set(), 0
+    items, names = [], set()
     for sample in tqdm(samples, desc="reading samples", unit="", disable=quiet, leave=False):
         _metric(sample)
         if sample.id in names:
             raise ValueError(f"two samples have the id {sample.id!r}")
         names.add(sample.id)
         encoded = encode_sample(generator, sample, config.max_prompt_tokens)
-        item = _Item(sample=sample, encoded=encoded, padded=bucket(len(encoded.prompt.tokens), block))
-        if sample.id not in known:
-            items.append(item)
-        elif known[sample.id] == encoded.hash:
-            done += item.tokens
-        else:
+        items.append(_Item(sample=sample, encoded=encoded, padded=bucket(len(encoded.prompt.tokens), block)))
+        if known.get(sample.id, encoded.hash) != encoded.hash:
             raise ValueError(f"{results.path} has a result of {sample.id!r} for another prompt: give another folder")
+    batches = [batch for batch in _batches(items, config) if any(item.sample.id not in known for item in batch)]
+    tokens = lambda items: sum(item.tokens for item in items if item.sample.id not in known)
+    left = sum(item.sample.id not in known for item in items)
     # In tokens, since a sample of 128K takes as long as many of 4K.
-    progress = tqdm(total=done + sum(item.tokens for item in items), initial=done, unit=" tokens", unit_scale=True, disable=quiet)
-    batches, left = list(_batches(items, config)), len(items)
+    total = sum(item.tokens for item in items)
+    progress = tqdm(total=total, initial=total - tokens(items), unit=" tokens", unit_scale=True, disable=quiet)
     generators = generator.on(devices[: max(1, len(batches))]) if devices else [generator]
     shapes = [set() for _ in generators]  # that each has compiled
 
@@ -120,10 +121,12 @@ def run_samples(
             timing |= {name: getattr(generation.timings, name) for name in ("prefill_seconds", "decode_seconds", "steps", "cache_mib")}
             # The first batch of its shape is compiled in this time, on every device.
             timing |= {"prompt_tokens": sum(item.tokens for item in batch), "first": first}
-            results.add([_record(item, completion) for item, completion in zip(batch, generation.completions, strict=True)], timing)
-            left -= len(batch)
+            answers = zip(batch, generation.completions, strict=True)
+            records = [_record(item, completion) for item, completion in answers if item.sample.id not in known]
+            results.add(records, timing)
+            left -= len(records)
             progress.set_description(f"{left} answers left, last of {batch[0].sample.task}")
-            progress.update(sum(item.tokens for item in batch))
+            progress.update(tokens(batch))
 
 
 def _generate(generator: Generator, batch: Sequence[_Item], config: RunConfig) -> Generation:
