@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+import time
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -16,7 +17,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_jax.config import RouterConfig, SparsityConfig
 from elastic_jax.elastic import Arrays, ElasticModel
-from elastic_jax.processes import in_first
+from elastic_jax.processes import check_same, in_first
 from elastic_jax.trainer import TrainConfig, TrainState, data_mesh, init_state
 
 _SETTINGS = "settings.json"
@@ -103,6 +104,16 @@ class RunDirectory:
             partial = file.with_suffix(".partial")
             partial.write_text(json.dumps(settings, indent=2) + "\n")
             partial.rename(file)
+
+    def check_shared(self) -> None:
+        """After `claim`: ValueError in all processes where not all of them see the first one's settings in this folder."""
+        # A network file system may show a new file some seconds later.
+        for _ in range(50):
+            if (self.path / _SETTINGS).exists():
+                break
+            time.sleep(0.1)
+        found = (self.path / _SETTINGS).read_text() if (self.path / _SETTINGS).exists() else "nothing"
+        check_same(f"what they find in {self.path}", found)
 
     def shapes(self) -> Any:
         """Shapes of the arrays in the newest checkpoint, a tuple in the place of each."""

@@ -56,24 +56,24 @@ class Conversation:
           ValueError: as in `Generator.generate`; heads that would need keys that are gone; a closed conversation. The conversation is
             as before then. (What `on_text` raises closes one that keeps its cache.)
         """
-        if self._closed:
-            raise ValueError("this conversation was closed and its cache freed: start another")
         if not isinstance(text, str) or not text:
             raise ValueError(f"text={text!r}: a message that is not empty is needed")
         check_text("text", text)
-        messages = [*self.messages, {"role": "user", "content": text}]
         with self._generator.lock:
+            if self._closed:
+                raise ValueError("this conversation was closed and its cache freed: start another")
+            messages = [*self.messages, {"role": "user", "content": text}]
             if self._reroute:
                 result = self._generator.generate([messages], **options)
             elif self._cache is None:
                 result = self._begin(messages, options)
             else:
                 result = self._go_on(self._cache, messages, options)
-        (completion,), self.timings = result.completions, result.timings
-        # A stop token is not part of the answer: the template ends the turn.
-        self._pending = [] if completion.finish_reason == "stop" else completion.tokens[-1:].tolist()
-        self.messages = [*messages, {"role": "assistant", "content": completion.text}]
-        return completion
+            (completion,), self.timings = result.completions, result.timings
+            # A stop token is not part of the answer: the template ends the turn.
+            self._pending = [] if completion.finish_reason == "stop" else completion.tokens[-1:].tolist()
+            self.messages = [*messages, {"role": "assistant", "content": completion.text}]
+            return completion
 
     def _begin(self, messages: list[dict[str, str]], options: dict[str, Any]) -> Any:
         generator, started = self._generator, time.perf_counter()
@@ -114,11 +114,11 @@ class Conversation:
 
     def close(self) -> None:
         """Frees the cache; nothing can be sent any more."""
-        if self._cache is not None:
-            with self._generator.lock:
+        with self._generator.lock:
+            if self._cache is not None:
                 self._cache.free()
-            self._cache = None  # and with it a pool of its own
-        self._closed = True
+                self._cache = None  # and with it a pool of its own
+            self._closed = True
 
     def __enter__(self) -> Conversation:
         return self

@@ -280,7 +280,7 @@ class Generator:
             raise ValueError(f"{name} has tokens of shape {tokens.shape} and type {tokens.dtype}: accepted are whole numbers [n], n from 1")
         if tokens.min() < 0 or tokens.max() >= size:
             raise ValueError(f"{name} has tokens from {tokens.min()} to {tokens.max()}: the model's are 0 to {size - 1}")
-        whole = isinstance(turn, Sequence) and len(turn) == 2 and all(isinstance(end, Integral) for end in turn)
+        whole = isinstance(turn, Sequence | np.ndarray) and len(turn) == 2 and all(isinstance(end, Integral) for end in turn)
         if not whole or not 0 <= turn[0] < turn[1] <= tokens.size:
             raise ValueError(f"{name} has user_turn={turn}: a range within its {tokens.size} tokens is needed")
         return EncodedPrompt(tokens.astype(np.int32), (int(turn[0]), int(turn[1])))
@@ -354,7 +354,7 @@ class Generator:
             return np.full((layers, batch, kv_heads), heads == "full", np.float32)
         try:
             plan = np.asarray(heads)
-            if plan.dtype.kind not in "biuf":
+            if not any(jnp.issubdtype(plan.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating)):
                 raise TypeError
         except (TypeError, ValueError):
             raise ValueError(f"heads={heads!r}: accepted are 0 and 1 of shape ({layers}, {kv_heads}) or ({batch}, ...)") from None

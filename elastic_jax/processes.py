@@ -6,11 +6,14 @@ the first process writes the run's folder and talks to the user. With one proces
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import socket
 import sys
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -44,9 +47,12 @@ def join_processes(timeout: int = 300) -> None:
         if missing := [name for name in _NAMES if name not in given]:
             raise ValueError(f"{missing[0]} is not set, but {next(iter(given))} is: all of {', '.join(_NAMES)} are needed")
         address, (count, number) = given[_NAMES[0]], (_whole_number(given, name) for name in _NAMES[1:])
+        if count < 1:
+            raise ValueError("JAX_NUM_PROCESSES=0: at least 1 is needed")
         if not number < count:
             raise ValueError(f"JAX_PROCESS_ID={number}: accepted are 0 to {count - 1}, since JAX_NUM_PROCESSES={count}")
-        if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdecimal():
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
             raise ValueError(f"JAX_COORDINATOR_ADDRESS={address}: accepted is the host and port of process 0, such as 10.0.0.1:1234")
         # Slurm would be asked for the devices, and gives each process one.
         who = f"process {number} of {count}, coordinator {address}"
@@ -57,6 +63,9 @@ def join_processes(timeout: int = 300) -> None:
         print(f"error: {who}: not all processes were there within {timeout} s", file=sys.stderr, flush=True)
         os._exit(1)
 
+    if arguments.get("process_id") == 0:
+        _check_port_is_free(arguments["coordinator_address"])
+
     # Its handler of SIGTERM would take the place of training's.
     jax.config.update("jax_enable_preemption_service", False)
     timer = threading.Timer(timeout, give_up)
@@ -65,10 +74,41 @@ def join_processes(timeout: int = 300) -> None:
     try:
         jax.distributed.initialize(**arguments, initialization_timeout=timeout + 60, shutdown_timeout_seconds=_SHUTDOWN_SECONDS)
     except ValueError as error:
+        if given:
+            raise ValueError(f"{who}: {error}") from error  # JAX_LOCAL_DEVICE_IDS
         accepted = f"set {', '.join(_NAMES)}, or start it with Slurm or Open MPI"
         raise ValueError(f"nothing tells which processes train together ({error}): {accepted}") from error
+    except RuntimeError as error:
+        raise ValueError(f"{who}: {str(error).splitlines()[0]}") from error
     finally:
         timer.cancel()
+
+
+def _check_port_is_free(address: str) -> None:
+    """Where it is taken, JAX ends with a segmentation fault."""
+    port = address.rpartition(":")[2]
+    try:
+        with socket.create_server(("", int(port))):
+            pass
+    except OSError as error:
+        raise ValueError(f"JAX_COORDINATOR_ADDRESS={address}: process 0 cannot listen there ({error}); give a free port") from error
+
+
+@contextlib.contextmanager
+def leaving_the_others() -> Iterator[None]:
+    """Ends this process at once where it fails: an ordinary exit would wait a minute for the others, which wait for this one."""
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            raise
+        if not isinstance(error, SystemExit):
+            traceback.print_exc()
+        elif isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1)
 
 
 def _whole_number(given: dict[str, str], name: str) -> int:

@@ -5,7 +5,10 @@ A batch is the same on any number of devices, so its results are too.
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -34,8 +37,8 @@ def copy_to(device: Any, arrays: T) -> T:
 def map_batches(workers: Sequence[W], batches: Iterable[T], function: Callable[[W, T], R]) -> Iterator[tuple[T, R]]:
     """Yields each batch with function(worker, batch) as it is done; batches begin in their order, each with the first free worker.
 
-    One worker runs in the caller's thread. Several have a thread each: after an error, or Ctrl-C in the caller's thread, no further batch
-    begins, those that run are finished and yielded, and then it is raised.
+    One worker runs in the caller's thread. Several have a thread each: after an error, or Ctrl-C, no further batch begins, those that run
+    are finished and yielded, and then it is raised. A second Ctrl-C is raised at once.
     """
     if len(workers) == 1:
         for batch in batches:
@@ -62,29 +65,49 @@ def map_batches(workers: Sequence[W], batches: Iterable[T], function: Callable[[
 
     threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in workers]
     failure, running = None, len(threads)
-    try:
-        for thread in threads:
-            thread.start()
-        while running:
-            try:
+    with _first_ctrl_c(stopped) as interrupted:
+        try:
+            for thread in threads:
+                thread.start()
+            while running:
                 result = done.get()
-            except KeyboardInterrupt as error:
-                if failure is not None:  # the second one does not wait
-                    threads.clear()
-                    raise
-                stopped.set()
-                failure = error
-                continue
-            if result is None:
-                running -= 1
-            elif isinstance(result, BaseException):
-                failure = failure or result
-            else:
-                yield result
-        if failure is not None:
-            raise failure
-    finally:
+                if result is None:
+                    running -= 1
+                elif isinstance(result, BaseException):
+                    failure = failure or result
+                else:
+                    yield result
+        except KeyboardInterrupt:  # the second one does not wait
+            threads.clear()
+            raise
+        finally:
+            stopped.set()
+            for thread in threads:
+                if thread.is_alive():
+                    thread.join()
+    if failure is not None:
+        raise failure
+    if interrupted.is_set():
+        raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _first_ctrl_c(stopped: threading.Event) -> Iterator[threading.Event]:
+    """Makes the first Ctrl-C set `stopped` and the event that it yields, wherever the main thread is; the second one is an ordinary one."""
+    interrupted = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield interrupted
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def take(*_: Any) -> None:
+        print("finishing the batches that run; Ctrl-C again ends at once", file=sys.stderr)
+        interrupted.set()
         stopped.set()
-        for thread in threads:
-            if thread.is_alive():
-                thread.join()
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, take)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)

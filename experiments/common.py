@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -197,8 +197,15 @@ def errors_in_one_line() -> Iterator[None]:
             raise
         sys.exit(f"error: the device is out of memory ({str(error).splitlines()[0]}): shorter or fewer sequences at once need less")
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)  # as of a program that SIGINT ends
+        end_interrupted("interrupted")
+
+
+def end_interrupted(message: str) -> NoReturn:
+    """Ends the program as one that SIGINT ends; at once, since threads that compute would make an ordinary exit crash."""
+    print(message, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(130)
 
 
 def use_compilation_cache() -> None:

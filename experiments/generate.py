@@ -32,7 +32,7 @@ from elastic_jax.generate import Completion, Generator, Timings
 from elastic_jax.replicas import map_batches
 from elastic_jax.sampling import check_options
 from experiments import common
-from experiments.common import define_model_flags, errors_in_one_line, load_generator, read_heads, use_compilation_cache
+from experiments.common import define_model_flags, end_interrupted, errors_in_one_line, load_generator, read_heads, use_compilation_cache
 
 _INPUTS = ("prompt", "prompt_file", "chat", "batch")
 _SAMPLE = (
@@ -327,8 +327,7 @@ def _batch(
                     done |= {sample.id for sample in group}
                     bar.update(len(group))
         except KeyboardInterrupt:
-            _say(f"interrupted: {len(done)} of {len(samples)} results are in {values.out}; the same command goes on")
-            sys.exit(130)
+            end_interrupted(f"interrupted: {len(done)} of {len(samples)} results are in {values.out}; the same command goes on")
     several = f"added up over {len(generators)} devices, {time.perf_counter() - started:.2f} s together: " if len(generators) > 1 else ""
     _say(several + summary(calls) if calls else "nothing was left to do")
     _say(f"{len(samples)} results are in {values.out}")

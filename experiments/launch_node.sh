@@ -21,6 +21,7 @@ shift
 processes=${PROCESSES:-1} nodes=${NODES:-1} rank=${NODE_RANK:-0} python=${PYTHON:-python3}
 for name in processes nodes rank; do
     [[ ${!name} =~ ^[0-9]{1,4}$ ]] || die "${name^^}=${!name}: a whole number is needed"
+    printf -v "$name" %d "$((10#${!name}))"
 done
 ((processes >= 1)) || die "PROCESSES=$processes: at least 1 is needed"
 ((nodes >= 1)) || die "NODES=$nodes: at least 1 is needed"
@@ -37,7 +38,9 @@ if ((total == 1)); then
     exec "$python" -m "experiments.$program" "$@"
 fi
 
-if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
+if [[ ${JAX_PLATFORMS:-} == cpu ]]; then
+    count=0
+elif [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then
     IFS=, read -ra gpus <<<"$CUDA_VISIBLE_DEVICES"
     count=${#gpus[@]}
 elif command -v nvidia-smi >/dev/null; then
@@ -70,25 +73,28 @@ for ((i = 0; i < processes; i++)); do
     running+=($!)
 done
 
+# `wait -n` forgets a process that a signal ended while the shell did something else, so who is still there is asked for.
 status=0
 while ((${#running[@]})); do
-    code=0
-    wait -n -p ended "${running[@]}" || code=$?
-    # A signal ends the wait, not a process.
-    [[ -n ${ended:-} ]] || continue
+    sleep 0.2
     left=()
     for process in "${running[@]}"; do
-        [[ $process == "$ended" ]] || left+=("$process")
+        if kill -0 "$process" 2>/dev/null; then
+            left+=("$process")
+            continue
+        fi
+        code=0
+        wait "$process" || code=$?
+        ((code == 0 || status != 0)) || status=$code
     done
     running=("${left[@]}")
-    if ((code != 0 && status == 0)); then
-        status=$code
-        if ((${#running[@]})); then
-            echo "error: a process ended with status $code: ending the other ${#running[@]}" >&2
-            # Their collectives wait for one that is gone, so they cannot end by themselves.
-            sleep 2
-            stop KILL
-        fi
+    if ((status != 0 && ${#running[@]})); then
+        echo "error: a process ended with status $status: ending the other ${#running[@]}" >&2
+        # Their collectives wait for one that is gone, so they cannot end by themselves.
+        sleep 2
+        stop KILL
+        wait "${running[@]}" || true
+        running=()
     fi
 done
 exit "$status"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import sys
 import time
@@ -22,7 +23,7 @@ from elastic_jax.data.packing import check_pack_shape
 from elastic_jax.data.sources import needs_tokenizer
 from elastic_jax.objective import PenaltyConfig
 from elastic_jax.optim import OptimizerConfig
-from elastic_jax.processes import check_same, in_first, is_first, join_processes
+from elastic_jax.processes import check_same, in_first, is_first, join_processes, leaving_the_others
 from elastic_jax.trainer import TrainConfig, data_mesh, replicate
 from elastic_jax.training_loop import train
 from experiments import common
@@ -117,6 +118,7 @@ def _run(settings: dict[str, Any], out: str, checkpoint_every: int, keep: int, w
         settings |= {"data_sha256": documents.fingerprint}
         check_same("their settings, their data or the newest checkpoint of --out", json.dumps([settings, run.latest_step], sort_keys=True))
         run.claim(settings)
+        run.check_shared()
         print(f"data: {time.perf_counter() - started:.0f} s\n{documents.report}")
         packs = PackedDataset(
             documents,
@@ -155,11 +157,13 @@ def main(argv: list[str]) -> None:
     values = flags.FLAGS
     # Until training has its own handler there is nothing to save.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    with errors_in_one_line(), contextlib.ExitStack() as stack:
+    alone = leaving_the_others() if values.distributed else contextlib.nullcontext()
+    with alone, errors_in_one_line(), contextlib.ExitStack() as stack:
         if values.distributed:
             join_processes()
             if not is_first():
-                stack.enter_context(contextlib.redirect_stdout(None))  # what there is to say, the first process says
+                silence = stack.enter_context(open(os.devnull, "w"))  # what there is to say, the first process says
+                stack.enter_context(contextlib.redirect_stdout(silence))
         settings = model_settings() | {name: values[name].value for name in _TRAINING_FLAGS}
         _run(settings, values.out, values.checkpoint_every, values.keep, values.workers)
 

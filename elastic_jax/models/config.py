@@ -88,7 +88,7 @@ class ModelConfig:
         for key in (*required, "num_key_value_heads", "head_dim"):
             if raw.get(key) is not None:
                 check_number(key, raw[key], 1, MAX_INT32, whole=True)
-        if not isinstance(raw.get("tie_word_embeddings", False), bool):
+        if not isinstance(raw.get("tie_word_embeddings", False), bool | None):
             raise ValueError(f"tie_word_embeddings={raw['tie_word_embeddings']!r}: accepted are true and false")
 
         num_heads = raw["num_attention_heads"]
@@ -103,7 +103,7 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=raw.get("num_key_value_heads") or num_heads,
             head_dim=head_dim,
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rms_norm_eps=1e-6 if raw.get("rms_norm_eps") is None else raw["rms_norm_eps"],
             rope=RopeConfig.from_hf(raw),
             max_positions=raw["max_position_embeddings"],
             tie_embeddings=bool(raw.get("tie_word_embeddings", False)),

@@ -54,8 +54,9 @@ def _tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
     special = {}
     for name, key in _SPECIAL.items():
         if (index := find(f"{key}_token_id")) is not None:
-            check_number(f"tokenizer.ggml.{key}_token_id", index, 0, len(tokens) - 1, whole=True)
-            special[name] = tokens[index]
+            check_number(f"tokenizer.ggml.{key}_token_id", index, 0, len(tokens) - 1 if key == "eos" else 2**32 - 1, whole=True)
+            if index < len(tokens):  # there are files whose padding token is none
+                special[name] = tokens[index]
     template, add_bos = file.metadata.get("tokenizer.chat_template"), find("add_bos_token", find("pre") == "llama-bpe")
     if not isinstance(template, str | None):
         raise ValueError(f"tokenizer.chat_template={reprlib.repr(template)}: a text is needed")
@@ -65,7 +66,9 @@ def _tokenizer(file: GgufFile) -> PreTrainedTokenizerBase:
         from tokenizers.processors import TemplateProcessing
 
         if (bos := special.get("bos_token")) is None:
-            raise ValueError("tokenizer.ggml.bos_token_id is missing: texts begin with that token (tokenizer.ggml.add_bos_token)")
+            raise ValueError(
+                "tokenizer.ggml.bos_token_id is missing or no token: texts begin with that token (tokenizer.ggml.add_bos_token)"
+            )
         tokenizer.post_processor = TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, find("bos_token_id"))]
         )
