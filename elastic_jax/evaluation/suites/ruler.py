@@ -25,7 +25,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -78,6 +78,7 @@ ALL_TASKS: tuple[str, ...] = tuple(_TASKS)
 PAPER_TASKS: tuple[str, ...] = tuple(task for task in ALL_TASKS if task not in ("vt", "cwe"))
 PAPER_LENGTHS: tuple[int, ...] = tuple(1024 * k for k in (8, 16, 32, 64, 128, 256))
 PAPER_SAMPLES = 50
+MAX_NEW_TOKENS: dict[str, int] = {name: task.max_new_tokens for name, task in _TASKS.items()}
 
 
 def samples(
@@ -91,10 +92,11 @@ def samples(
     upstream_order: bool = False,
     prefix: Prefix = "assistant",
     chat: bool = True,
-) -> list[Sample]:
+) -> Iterator[Sample]:
     """Builds the samples of each length and task in turn; by default those of the Elastic Attention paper (its Table 9).
 
-    Sample i of a task and length depends on the other arguments only, not on how many samples, tasks and lengths there are.
+    One of 64K tokens takes about 0.4 s, and time grows with the length: the default ones take about 25 minutes. Sample i of a task and
+    length depends on the other arguments only, not on how many samples, tasks and lengths there are.
 
     Args:
       tokenizer: of the model under test: fast, for chats with a chat template. A long prompt has about four bytes per token.
@@ -111,31 +113,35 @@ def samples(
       chat: through the chat template.
 
     Returns:
-      samples with `extra`: prefix ("assistant", "user", "text"), wording, order, texts, tokens (of the whole prompt) and what the task
-      tells of itself: depths of the asked needles (shares of the context's characters), numbers of the documents that answer, counts.
+      samples, each made when it is asked for, with `extra`: prefix ("assistant", "user", "text"), wording, order, texts, tokens (of the
+      whole prompt) and what the task tells of itself: depths of the asked needles (shares of the context's characters), numbers of the
+      documents that answer, counts; for qa_1 and qa_2 the id of the question (`question`), which sample i has at every length.
 
     Raises:
-      ValueError: an argument is not accepted, a length is too short for a task (the least one is named), or a file is malformed.
+      ValueError: an argument is not accepted, or a file is malformed; when its first sample is asked for: a length is too short for a
+        task (the least one is named).
       FileNotFoundError: there is no SQuAD or HotpotQA for qa_1 or qa_2.
     """
     _check(lengths, tasks, samples_per_task, seed, prefix)
     gauge = _Gauge(tokenizer, prefix=prefix if chat else "text")
-    sources = {name: text(texts_folder) if (text := _TASKS[name].text) else None for name in tasks}
+    readers = {name: reader for name in tasks if (reader := _TASKS[name].text) is not None}
+    contents = {reader: reader(texts_folder) for reader in dict.fromkeys(readers.values())}
+    sources = {name: contents[readers[name]] if name in readers else None for name in tasks}
     for name, source in sources.items():
         if isinstance(source, texts.Questions) and samples_per_task > len(source.questions):
             raise ValueError(f"samples_per_task={samples_per_task}: {name} has {len(source.questions)} questions in {source.source}")
-    result = []
-    for length in lengths:
-        for name in tasks:
-            maker = _Maker(gauge, name, length, seed, sources[name], upstream_order)
-            try:
-                result += [maker.sample(index) for index in range(samples_per_task)]
-            except _TooShortError:
-                least = length
-                while (needed := _Maker(gauge, name, least, seed, sources[name], upstream_order).least_length(samples_per_task)) > least:
-                    least = needed
-                raise ValueError(f"lengths has {length}: {name} needs at least {least} with this tokenizer and these samples") from None
-    return result
+    maker = lambda name, length: _Maker(gauge, name, length, seed, sources[name], upstream_order)
+    return (sample for length in lengths for name in tasks for sample in _samples(partial(maker, name), name, length, samples_per_task))
+
+
+def _samples(maker: Callable[[int], _Maker], name: str, length: int, count: int) -> Iterator[Sample]:
+    try:
+        yield from map(maker(length).sample, range(count))
+    except _TooShortError:
+        least = length
+        while (needed := maker(least).least_length(count)) > least:
+            least = needed
+        raise ValueError(f"lengths has {length}: {name} needs at least {least} with this tokenizer and these samples") from None
 
 
 def _check(lengths: Sequence[int], tasks: Sequence[str], samples_per_task: int, seed: int, prefix: str) -> None:
@@ -212,6 +218,8 @@ class _Maker:
             "texts": "generated" if self._source is None else self._source.source,
             "tokens": tokens,
         }
+        if isinstance(self._source, texts.Questions):
+            extra["question"] = f"{self._name}/{index}"
         return Sample(
             id=f"{self._name}/{self._length}/{index}",
             task=self._name,
