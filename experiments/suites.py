@@ -16,6 +16,7 @@ import numpy as np
 from absl import flags
 from tqdm import tqdm
 
+from elastic_jax.elastic import LayerBackbones
 from elastic_jax.evaluation.paper import MODELS, PAPER
 from elastic_jax.evaluation.results import ResultsFolder, read_run, replacing
 from elastic_jax.evaluation.runner import RunConfig, run_samples
@@ -200,14 +201,18 @@ def _load_generator(router: str | None, heads: str | None, cache_gib: float | No
     if (router is None) == (heads is None):
         raise ValueError("one of --router=RUN (a trained run decides) and --heads=full|sparse|FILE is needed")
     generator, settings, source = load_generator(router, cache_gib)
-    # Where weights and routers lie does not matter; that they are the same is seen by a row of every array of every layer.
-    shared, layers = generator.backbones[0], [backbone["layers"] for backbone in generator.backbones]
-    rows = [leaf[(0,) * (leaf.ndim - 1)] for leaf in jax.tree.leaves([shared, layers])]
-    digests = {"weights_sha256": _digest(*jax.device_get(rows))}
+    # Where weights and routers lie does not matter; that they are the same does.
+    digests = {"weights_sha256": _weights_digest(generator.backbones)}
     if generator.router is not None:
         digests |= {"router_sha256": _digest(*jax.tree.leaves(generator.router))}
     unused = {"weights", "router"} | (set() if generator.router is not None else {"pooling", "router_width"})
     return generator, {name: value for name, value in settings.items() if name not in unused} | digests, source
+
+
+def _weights_digest(backbones: LayerBackbones) -> str:
+    """Of a row of every array of every layer: all weights would take long to fetch."""
+    arrays = jax.tree.leaves([backbones[0], [backbone["layers"] for backbone in backbones]])
+    return _digest(*jax.device_get([array[(0,) * (array.ndim - 1)] for array in arrays]))
 
 
 def _digest(*arrays: Any) -> str:
@@ -242,11 +247,11 @@ def _ruler(selection: _Selection, generator: Generator) -> tuple[list[Sample], d
         chat=chat,
     )
     sources = texts.sources(selection.data)
-    for file, source in sources.items():
+    for file in dict.fromkeys(ruler.TEXTS[name] for name in tasks if name in ruler.TEXTS):
         if selection.data is not None and not Path(selection.data, file).is_file():
-            print(f"--data={selection.data} has no {file}; instead: {source}")
-        elif source.startswith("packaged substitute"):
-            print(f"no {file} was found; instead: {source}")
+            print(f"--data={selection.data} has no {file}; instead: {sources[file]}")
+        elif sources[file].startswith("packaged substitute"):
+            print(f"no {file} was found; instead: {sources[file]}")
     samples = list(tqdm(samples, total=len(lengths) * len(tasks) * count, desc="making samples", unit="", leave=False))
     return samples, {
         "prompts": "re-worded",

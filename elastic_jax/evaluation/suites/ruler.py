@@ -45,39 +45,40 @@ _FULL = 0.001  # of the budget: a prompt that lacks less is not tried larger
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Task:
-    """make: draft from a setting and the task's text, if it has one."""
+    """make: draft from a setting and the task's text, if it has one. text: the file that this is in."""
 
     group: str
     make: Callable[..., Draft]
     max_new_tokens: int
     metric: str = "ruler_match_all"
-    text: Callable[[str | Path | None], Any] | None = None
+    text: str | None = None
 
 
-def _niah(haystack: str, text: Callable[[str | Path | None], Any] | None = None, **options: Any) -> _Task:
+def _niah(haystack: str, text: str | None = None, **options: Any) -> _Task:
     make = partial(ruler_tasks.niah, haystack=haystack, **options)
     return _Task(group="Retrieval", make=make, max_new_tokens=128, text=text)
 
 
 _TASKS: dict[str, _Task] = {
     "niah_single_1": _niah("noise"),
-    "niah_single_2": _niah("essay", texts.essays),
-    "niah_single_3": _niah("essay", texts.essays, values="UUIDs"),
-    "niah_multikey_1": _niah("essay", texts.essays, key_count=4),
+    "niah_single_2": _niah("essay", texts.ESSAYS),
+    "niah_single_3": _niah("essay", texts.ESSAYS, values="UUIDs"),
+    "niah_multikey_1": _niah("essay", texts.ESSAYS, key_count=4),
     "niah_multikey_2": _niah("needles"),
     "niah_multikey_3": _niah("needles", keys="UUIDs", values="UUIDs"),
-    "niah_multivalue": _niah("essay", texts.essays, value_count=4),
-    "niah_multiquery": _niah("essay", texts.essays, key_count=4, query_count=4),
+    "niah_multivalue": _niah("essay", texts.ESSAYS, value_count=4),
+    "niah_multiquery": _niah("essay", texts.ESSAYS, key_count=4, query_count=4),
     "vt": _Task(group="Multi-hop tracing", make=ruler_tasks.variable_tracking, max_new_tokens=30),
     "cwe": _Task(group="Aggregation", make=ruler_tasks.common_words, max_new_tokens=120),
     "fwe": _Task(group="Aggregation", make=ruler_tasks.frequent_words, max_new_tokens=50),
-    "qa_1": _Task(group="QA", make=ruler_tasks.question_answering, max_new_tokens=32, metric="ruler_match_part", text=texts.squad),
-    "qa_2": _Task(group="QA", make=ruler_tasks.question_answering, max_new_tokens=32, metric="ruler_match_part", text=texts.hotpotqa),
+    "qa_1": _Task(group="QA", make=ruler_tasks.question_answering, max_new_tokens=32, metric="ruler_match_part", text=texts.SQUAD),
+    "qa_2": _Task(group="QA", make=ruler_tasks.question_answering, max_new_tokens=32, metric="ruler_match_part", text=texts.HOTPOTQA),
 }
 ALL_TASKS: tuple[str, ...] = tuple(_TASKS)
 PAPER_TASKS: tuple[str, ...] = tuple(task for task in ALL_TASKS if task not in ("vt", "cwe"))
 PAPER_LENGTHS: tuple[int, ...] = tuple(1024 * k for k in (8, 16, 32, 64, 128, 256))
 PAPER_SAMPLES = 50
+TEXTS: dict[str, str] = {name: task.text for name, task in _TASKS.items() if task.text is not None}  # the tasks' files of texts
 MAX_NEW_TOKENS: dict[str, int] = {name: task.max_new_tokens for name, task in _TASKS.items()}
 
 
@@ -124,9 +125,8 @@ def samples(
     """
     _check(lengths, tasks, samples_per_task, seed, prefix)
     gauge = _Gauge(tokenizer, prefix=prefix if chat else "text")
-    readers = {name: reader for name in tasks if (reader := _TASKS[name].text) is not None}
-    contents = {reader: reader(texts_folder) for reader in dict.fromkeys(readers.values())}
-    sources = {name: contents[readers[name]] if name in readers else None for name in tasks}
+    contents = {file: texts.READERS[file](texts_folder) for file in dict.fromkeys(TEXTS[name] for name in tasks if name in TEXTS)}
+    sources = {name: contents[TEXTS[name]] if name in TEXTS else None for name in tasks}
     for name, source in sources.items():
         if isinstance(source, texts.Questions) and samples_per_task > len(source.questions):
             raise ValueError(f"samples_per_task={samples_per_task}: {name} has {len(source.questions)} questions in {source.source}")

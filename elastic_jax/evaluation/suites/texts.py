@@ -17,6 +17,7 @@ import functools
 import hashlib
 import platform
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,9 @@ def squad(folder: str | Path | None = None) -> Questions:
 def hotpotqa(folder: str | Path | None = None) -> Questions:
     """HotpotQA's questions; documents are "title\\nparagraph". Errors as of `squad`."""
     return _read_hotpotqa(_need(folder, HOTPOTQA))
+
+
+READERS: dict[str, Callable[[str | Path | None], Any]] = {ESSAYS: essays, SQUAD: squad, HOTPOTQA: hotpotqa}
 
 
 def sentence_ends(words: list[str]) -> list[int]:
