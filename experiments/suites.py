@@ -91,7 +91,9 @@ def define_suite_flags() -> None:
     flags.DEFINE_list("tasks", None, "Tasks of the suite (default: all; RULER: the paper's 11).")
     flags.DEFINE_list("lengths", None, "RULER's lengths in tokens.")
     flags.DEFINE_integer("samples", None, "Samples of each task (and length); LongHealth: questions.", lower_bound=1)
-    flags.DEFINE_integer("max_prompt_tokens", None, "Longer prompts lose the middle of the user's text.", lower_bound=1)
+    flags.DEFINE_integer(
+        "max_prompt_tokens", None, "Longer prompts lose the middle of the user's text, LongHealth's documents.", lower_bound=1
+    )
     flags.DEFINE_integer("max_new_tokens", None, "Longest answer, instead of the task's own.", lower_bound=1)
     flags.DEFINE_integer("batch_tokens", 65_536, "Most padded prompt tokens of a batch, though at least one prompt.", lower_bound=1)
     flags.DEFINE_float("cache_gib", None, "Memory of the KV cache (default: what a batch needs).")

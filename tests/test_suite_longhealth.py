@@ -147,7 +147,7 @@ def test_documents_leave_room_for_the_question(source):
     count = lambda text: len(text.split())
     whole = lambda sample: count(sample.system) + count(sample.prompt)
     for sample in longhealth.samples(source, max_prompt_tokens=400):
-        assert 400 - 51 < whole(sample) <= 400  # one document more has no room
+        assert 400 - 65 < whole(sample) <= 400  # no room for a document of 50 words beside those that were set aside
     with pytest.raises(ValueError, match=r"max_prompt_tokens=80: longhealth_1/patient_01/0 needs more than \d+ without its documents"):
         longhealth.samples(source, max_prompt_tokens=80)
 

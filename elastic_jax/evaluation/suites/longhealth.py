@@ -119,7 +119,8 @@ def _sample(
     gold = [] if task == "longhealth_3" else question.gold
     options = question.options if task == "longhealth_1" else question.options | {"F": _UNANSWERABLE}
     if max_prompt_tokens is not None:
-        rest = count_tokens(_SYSTEM) + count_tokens(_prompt([""] * len([*gold, *others]), question.text, options))
+        # With a word for each document, since line breaks with nothing between them would be fewer tokens.
+        rest = count_tokens(_SYSTEM) + count_tokens(_prompt(["x"] * len([*gold, *others]), question.text, options))
         room = min(room, max_prompt_tokens - rest)
         if room < 1:
             raise ValueError(f"max_prompt_tokens={max_prompt_tokens}: {item} needs more than {rest} without its documents")
