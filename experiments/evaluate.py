@@ -34,7 +34,7 @@ from experiments.common import (
     use_compilation_cache,
 )
 from experiments.figures import plot_heads
-from experiments.suites import SUITES, define_suite_flags, run_suite
+from experiments.suites import SUITES, check_suite_flags, define_suite_flags, run_suite
 from experiments.train import train_config
 
 
@@ -95,6 +95,7 @@ def main(argv: list[str]) -> None:
         if values.suite == "heldout":
             if given := [name for name in MODEL_FLAGS if values[name].present]:
                 raise ValueError(f"--{given[0]}: held-out documents are scored with the model of the run in --out")
+            check_suite_flags("heldout")
             out, batch_size = values.out or "runs/train", values.batch_size or 1
             _heldout(out, values.rows, values.random_seeds, batch_size, values.seed, values.logit_bias)
         else:

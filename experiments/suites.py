@@ -14,13 +14,15 @@ from typing import Any
 import jax
 import numpy as np
 from absl import flags
+from tqdm import tqdm
 
+from elastic_jax.elastic import LayerBackbones
 from elastic_jax.evaluation.paper import MODELS, PAPER
 from elastic_jax.evaluation.results import ResultsFolder, read_run, replacing
 from elastic_jax.evaluation.runner import RunConfig, run_samples
 from elastic_jax.evaluation.samples import Sample
 from elastic_jax.evaluation.suite_report import markdown, suite_report
-from elastic_jax.evaluation.suites import longbench_e, longbench_v2, longhealth, mathematics, ruler
+from elastic_jax.evaluation.suites import longbench_e, longbench_v2, longhealth, mathematics, ruler, texts
 from elastic_jax.generate import Generator
 from elastic_jax.sampling import check_options
 from experiments.common import load_generator, read_heads
@@ -60,6 +62,21 @@ _PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 SUITES = tuple(_PRESETS["paper"])
+_MAX_NEW_TOKENS = {  # by task, of all tasks of a suite: a run may go on with more of them
+    "ruler": ruler.MAX_NEW_TOKENS,
+    "longbench_e": longbench_e.MAX_NEW_TOKENS,
+    "longbench_v2": longbench_v2.MAX_NEW_TOKENS,
+    "math": mathematics.MAX_NEW_TOKENS,
+    "longhealth": longhealth.MAX_NEW_TOKENS,
+}
+# Flags that few suites read; those of this module that are not here are read by all benchmarks.
+_READ_BY = {
+    **dict.fromkeys(("lengths", "ruler_prefix", "ruler_order"), ("ruler",)),
+    "sample_seed": ("ruler", "longhealth"),
+    "prompts": ("longbench_e",),
+    "repeats": ("math",),
+    **dict.fromkeys(("rows", "random_seeds"), ("heldout",)),
+}
 _NAMES = ("router", "heads", "data", "tasks", "lengths", "prompts", "against", "baseline")  # flags that name something
 
 
@@ -74,7 +91,9 @@ def define_suite_flags() -> None:
     flags.DEFINE_list("tasks", None, "Tasks of the suite (default: all; RULER: the paper's 11).")
     flags.DEFINE_list("lengths", None, "RULER's lengths in tokens.")
     flags.DEFINE_integer("samples", None, "Samples of each task (and length); LongHealth: questions.", lower_bound=1)
-    flags.DEFINE_integer("max_prompt_tokens", None, "Longer prompts lose the middle of the user's text.", lower_bound=1)
+    flags.DEFINE_integer(
+        "max_prompt_tokens", None, "Longer prompts lose the middle of the user's text, LongHealth's documents.", lower_bound=1
+    )
     flags.DEFINE_integer("max_new_tokens", None, "Longest answer, instead of the task's own.", lower_bound=1)
     flags.DEFINE_integer("batch_tokens", 65_536, "Most padded prompt tokens of a batch, though at least one prompt.", lower_bound=1)
     flags.DEFINE_float("cache_gib", None, "Memory of the KV cache (default: what a batch needs).")
@@ -83,6 +102,8 @@ def define_suite_flags() -> None:
     flags.DEFINE_float("top_p", 1.0, "Draws are from the fewest tokens that hold this probability.")
     flags.DEFINE_integer("repeats", 1, "Math: answers to each problem, drawn with seeds of their own.", lower_bound=1)
     flags.DEFINE_enum("ruler_prefix", "assistant", ["assistant", "user"], "RULER's answer prefix: after the header (NVIDIA), or as LOOM.")
+    flags.DEFINE_enum("ruler_order", "sample", ["sample", "upstream"], "RULER's places of answers: of each sample, or fixed by the size.")
+    flags.DEFINE_integer("sample_seed", None, "RULER and LongHealth: of what is drawn into prompts (default: 42 and 0).", lower_bound=0)
     flags.DEFINE_string("prompts", None, "LongBench-E: the benchmark's own dataset2prompt.json instead of the re-worded prompts.")
     flags.DEFINE_enum("compare", None, MODELS, "Puts the paper's rows for this model into the table.")
     flags.DEFINE_string("against", None, "Another --out of the suite: paired differences on common samples.")
@@ -90,9 +111,18 @@ def define_suite_flags() -> None:
     flags.DEFINE_boolean("report_only", False, "Runs nothing: writes the report of what --out has.")
 
 
+def check_suite_flags(suite: str) -> None:
+    """ValueError where a flag is given that the suite does not read."""
+    benchmarks = {flag.name: SUITES for flag in flags.FLAGS.flags_by_module_dict()[__name__]}
+    for name, suites in (benchmarks | _READ_BY).items():
+        if suite not in suites and name in flags.FLAGS and flags.FLAGS[name].value != flags.FLAGS[name].default:
+            raise ValueError(f"--{name} is of no use to --suite={suite}: it goes with {', '.join(suites)}")
+
+
 def run_suite(suite: str, out: str, *, batch_size: int, seed: int, logit_bias: float) -> None:
     """Answers what --out has no answers of yet, and writes its report."""
     values, started = flags.FLAGS, time.perf_counter()
+    check_suite_flags(suite)
     if values.compare is not None and suite not in PAPER:
         raise ValueError(f"--compare: the paper has no numbers of {suite}, accepted are {', '.join(PAPER)}")
     if empty := [name for name in _NAMES if values[name].value in ("", [])]:
@@ -142,7 +172,7 @@ def _answer(suite: str, out: str, batch_size: int, seed: int, logit_bias: float)
         "logit_bias": logit_bias,
         "decoding": sampling,
         "max_prompt_tokens": selection.max_prompt_tokens,
-        "max_new_tokens": selection.max_new_tokens,
+        "max_new_tokens": selection.max_new_tokens or _MAX_NEW_TOKENS[suite],
     }
     devices = jax.local_devices()
     environment = {"source": str(source), "router_run": values.router, "device": devices[0].device_kind, "devices": len(devices)}
@@ -157,16 +187,14 @@ def _selection(suite: str) -> _Selection:
     names = [field.name for field in dataclasses.fields(_Selection)]
     given: dict[str, Any] = {name: values[name].value for name in names if values[name].value is not None}
     if "lengths" in given:
-        if suite != "ruler":
-            raise ValueError(f"--lengths: {suite} has the lengths of its texts, only ruler's are chosen")
         if not all(length.isascii() and length.isdecimal() for length in given["lengths"]):
             raise ValueError(f"--lengths={','.join(given['lengths'])}: numbers of tokens are needed, such as 8192,16384")
         given["lengths"] = [int(length) for length in given["lengths"]]
     for name in ("tasks", "lengths"):
         if twice := [str(value) for value in given.get(name, []) if given[name].count(value) > 1]:
             raise ValueError(f"--{name} has {twice[0]} twice: each is accepted once")
-    if values.repeats > 1 and (suite != "math" or not values.temperature):
-        raise ValueError(f"--repeats={values.repeats}: several answers go with --suite=math and a --temperature above 0")
+    if values.repeats > 1 and not values.temperature:
+        raise ValueError(f"--repeats={values.repeats}: several answers to a problem go with a --temperature above 0")
     return _Selection(**dict.fromkeys(("data", "tasks", "samples")) | _PRESETS[values.preset][suite] | given)
 
 
@@ -175,13 +203,18 @@ def _load_generator(router: str | None, heads: str | None, cache_gib: float | No
     if (router is None) == (heads is None):
         raise ValueError("one of --router=RUN (a trained run decides) and --heads=full|sparse|FILE is needed")
     generator, settings, source = load_generator(router, cache_gib)
-    # Where weights and routers lie does not matter; that they are the same is seen by a row of every array of a layer.
-    rows = [leaf[(0,) * (leaf.ndim - 1)] for leaf in jax.tree.leaves(generator.backbones[0])]
-    digests = {"weights_sha256": _digest(*rows)}
+    # Where weights and routers lie does not matter; that they are the same does.
+    digests = {"weights_sha256": _weights_digest(generator.backbones)}
     if generator.router is not None:
         digests |= {"router_sha256": _digest(*jax.tree.leaves(generator.router))}
     unused = {"weights", "router"} | (set() if generator.router is not None else {"pooling", "router_width"})
     return generator, {name: value for name, value in settings.items() if name not in unused} | digests, source
+
+
+def _weights_digest(backbones: LayerBackbones) -> str:
+    """Of a row of every array of every layer: all weights would take long to fetch."""
+    arrays = jax.tree.leaves([backbones[0], [backbone["layers"] for backbone in backbones]])
+    return _digest(*jax.device_get([array[(0,) * (array.ndim - 1)] for array in arrays]))
 
 
 def _digest(*arrays: Any) -> str:
@@ -202,21 +235,39 @@ def _ruler(selection: _Selection, generator: Generator) -> tuple[list[Sample], d
             f"--lengths has {longest}, the model has {config.max_positions} positions: give shorter ones, or --yarn_factor={factor}"
         )
     chat = generator.tokenizer.chat_template is not None
+    tasks, count = selection.tasks or ruler.PAPER_TASKS, selection.samples or ruler.PAPER_SAMPLES
+    order, seed = flags.FLAGS.ruler_order, _sample_seed(42)
     samples = ruler.samples(
         tokenizer=generator.tokenizer,
         lengths=lengths,
-        tasks=selection.tasks or ruler.PAPER_TASKS,
-        samples_per_task=selection.samples or ruler.PAPER_SAMPLES,
+        tasks=tasks,
+        samples_per_task=count,
+        seed=seed,
         texts_folder=selection.data,
+        upstream_order=order == "upstream",
         prefix=flags.FLAGS.ruler_prefix,
         chat=chat,
     )
+    sources = texts.sources(selection.data)
+    for file in dict.fromkeys(ruler.TEXTS[name] for name in tasks if name in ruler.TEXTS):
+        if selection.data is not None and not Path(selection.data, file).is_file():
+            print(f"--data={selection.data} has no {file}; instead: {sources[file]}")
+        elif sources[file].startswith("packaged substitute"):
+            print(f"no {file} was found; instead: {sources[file]}")
+    samples = list(tqdm(samples, total=len(lengths) * len(tasks) * count, desc="making samples", unit="", leave=False))
     return samples, {
         "prompts": "re-worded",
         "answer prefix": flags.FLAGS.ruler_prefix if chat else "text",
         "chat template": chat,
-        "seed of the samples": 42,
+        "seed of the samples": seed,
+        "order": order,
+        "texts": "; ".join(f"{file}: {source}" for file, source in sources.items()),
     }
+
+
+def _sample_seed(default: int) -> int:
+    given = flags.FLAGS.sample_seed
+    return default if given is None else given
 
 
 def _longbench_e(selection: _Selection, generator: Generator) -> tuple[list[Sample], dict[str, Any]]:
@@ -248,12 +299,19 @@ def _math(selection: _Selection, generator: Generator) -> tuple[list[Sample], di
 def _longhealth(selection: _Selection, generator: Generator) -> tuple[list[Sample], dict[str, Any]]:
     if selection.data is None:
         raise ValueError("--data is needed: the folder with LongHealth's benchmark_v5.json")
-    room = min(selection.max_prompt_tokens or 16_000, 16_000)
     count = lambda text: len(generator.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    positions = generator.model.config.max_positions - (selection.max_new_tokens or max(longhealth.MAX_NEW_TOKENS.values()))
+    ((template, _),) = generator.encode([[{"role": role, "content": "x"} for role in ("system", "user")]])
     samples = longhealth.samples(
-        selection.data, tasks=selection.tasks, limit=selection.samples, max_tokens=room, count_tokens=functools.cache(count)
+        selection.data,
+        tasks=selection.tasks,
+        limit=selection.samples,
+        max_tokens=(room := 16_000),
+        max_prompt_tokens=min(selection.max_prompt_tokens or positions, positions) - len(template),
+        count_tokens=functools.cache(count),
+        seed=(seed := _sample_seed(0)),
     )
-    return samples, {"prompts": "re-worded", "documents' tokens": room, "score": "letter", "seed of the samples": 0}
+    return samples, {"prompts": "re-worded", "documents' tokens": room, "score": "letter", "seed of the samples": seed}
 
 
 _READERS: dict[str, _Reader] = {

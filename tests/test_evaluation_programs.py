@@ -1,6 +1,7 @@
 """`experiments.evaluate` on every benchmark with a tiny model: results, reports, a kill, comparisons and refusals."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from elastic_jax.models.decoder import Decoder
 from elastic_jax.trainer import TrainConfig, init_state
 from elastic_jax.weights.safetensors import save_safetensors
 from experiments.common import define_model_flags
-from experiments.suites import SUITES, define_suite_flags, run_suite
+from experiments.suites import SUITES, _weights_digest, check_suite_flags, define_suite_flags, run_suite
 from tests.test_generate import LONG, TOKENIZER, VOCABULARY
 from tests.tiny import BLOCK, tiny_config
 
@@ -110,13 +111,42 @@ def test_every_suite_runs_and_reports(workshop, tmp_path, suite, capsys):
     text = (tmp_path / "report.md").read_text()
     assert text in capsys.readouterr().out
     assert (tmp_path / "lengths.png").exists() == bool(report["cells"]["lengths"])
-    if suite in ("longbench_e", "longbench_v2"):
-        assert overall["cut_prompts"] > 0
+    assert (overall["cut_prompts"] > 0) == (suite in ("longbench_e", "longbench_v2"))
     if suite != "longbench_e":
         return
     again = {file.name: file.read_bytes() for file in tmp_path.glob("*.jsonl")}
     evaluate(workshop, suite, tmp_path)
     assert {file.name: file.read_bytes() for file in tmp_path.glob("*.jsonl")} == again
+
+
+def test_what_ruler_is_made_of_is_told(workshop, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ELASTIC_ASSETS", str(tmp_path / "none"))
+    changes = {"tasks": ["niah_single_2"], "ruler_order": "upstream", "sample_seed": 7}
+    report = evaluate(workshop, "ruler", tmp_path / "out", max_new_tokens=None, **changes)
+    assert "no PaulGrahamEssays.json was found; instead: packaged substitute for essays: " in capsys.readouterr().out
+    protocol = report["settings"]["protocol"]
+    assert (protocol["order"], protocol["seed of the samples"]) == ("upstream", 7)
+    assert re.fullmatch(r"PaulGrahamEssays.json: packaged .*; squad.json: none; hotpotqa.json: none", protocol["texts"])
+    limits = report["settings"]["max_new_tokens"]
+    assert (len(limits), limits["niah_single_2"], limits["fwe"]) == (13, 128, 50)
+    for change in ({"max_new_tokens": 4}, {"sample_seed": 8}, {"ruler_order": "sample"}):
+        with pytest.raises(ValueError, match="holds results of other settings"):
+            evaluate(workshop, "ruler", tmp_path / "out", **{"max_new_tokens": None, **changes, **change})
+    (tmp_path / "data").mkdir()
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "PaulGrahamEssays.json").write_text(json.dumps({"text": "A sentence. " * 500}))
+    monkeypatch.setenv("ELASTIC_ASSETS", str(tmp_path / "assets"))
+    evaluate(workshop, "ruler", tmp_path / "other", data=str(tmp_path / "data"), **changes)
+    assert f"--data={tmp_path / 'data'} has no PaulGrahamEssays.json; instead: user's file" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("changed", ["embedding", 0, 1])
+def test_weights_are_told_apart_by_every_layer(changed):
+    weights = lambda name: {"weight": jnp.full((4, 3), float(name == changed)), "norm": jnp.ones(3)}
+    backbones = lambda: tuple({"embedding": weights("embedding"), "layers": weights(layer)} for layer in range(2))
+    one = _weights_digest(backbones())
+    changed = None
+    assert one != _weights_digest(backbones()) == _weights_digest(backbones())
 
 
 def command(workshop, out, *options):
@@ -167,6 +197,13 @@ def test_other_heads_and_the_report_alone(workshop, tmp_path):
     assert not list(tmp_path.rglob(".*.json*"))  # nothing unfinished is left
 
 
+def test_held_out_documents_take_no_flags_of_benchmarks():
+    check_suite_flags("heldout")
+    for changes in ({"tasks": ["fwe"]}, {"temperature": 0.7}, {"repeats": 2}, {"ruler_order": "upstream"}):
+        with flagsaver.flagsaver(**changes), pytest.raises(ValueError, match=rf"--{min(changes)} is of no use to --suite=heldout"):
+            check_suite_flags("heldout")
+
+
 @pytest.mark.parametrize(
     ("suite", "changes", "message"),
     [
@@ -184,12 +221,15 @@ def test_other_heads_and_the_report_alone(workshop, tmp_path):
         ("ruler", {"router": None}, "one of --router=RUN .* and --heads="),
         ("ruler", {"router": "/nowhere"}, "/nowhere holds no run"),
         ("ruler", {"router": None, "heads": "half"}, "--heads=half: accepted are full, sparse, and a .npy or .json file"),
-        ("ruler", {"repeats": 2}, "--repeats=2: several answers go with --suite=math"),
+        ("ruler", {"repeats": 2}, "--repeats is of no use to --suite=ruler: it goes with math"),
         ("math", {"temperature": 0.0}, "--repeats=2: .* a --temperature above 0"),
         ("math", {"tasks": ["gsm8k", "math500"]}, "--tasks=math500: accepted are gsm8k, math, aime24"),
         ("math", {"tasks": ["gsm8k", "aime24"]}, "has no subfolder for aime24"),
         ("math", {"compare": "qwen3_4b"}, "--compare: the paper has no numbers of math"),
-        ("math", {"lengths": ["100"]}, "--lengths: math has the lengths of its texts"),
+        ("math", {"lengths": ["100"]}, "--lengths is of no use to --suite=math: it goes with ruler"),
+        ("math", {"sample_seed": 3}, "--sample_seed is of no use to --suite=math: it goes with ruler, longhealth"),
+        ("math", {"prompts": "x"}, "--prompts is of no use to --suite=math: it goes with longbench_e"),
+        ("longhealth", {"ruler_order": "upstream"}, "--ruler_order is of no use to --suite=longhealth"),
         ("math", {"against": "/nowhere"}, "/nowhere holds no results"),
         ("math", {"max_prompt_tokens": 5}, "of which at least one must stay"),
         ("longhealth", {"data": None}, "--data is needed"),

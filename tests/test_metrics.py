@@ -153,6 +153,20 @@ def test_multiple_choice(prediction, expected):
         ("C: acute bronchitis", 1, 1),
         ("C", 1, 0),
         ("It is not acute bronchitis. The correct answer is D: asthma", 0, 1),
+        ("The correct answer is option C", 1, 0),
+        ("Correct answer: C", 1, 0),
+        ("Answer: C: acute bronchitis", 1, 1),
+        ("The correct answer is [C]", 1, 0),
+        ('The correct answer is "C: acute bronchitis".', 1, 1),
+        ("The answer is:\n\nC", 1, 0),
+        ("The answer is C because of the cough", 1, 0),
+        ("Answer: let me see. The correct answer is (C).", 1, 0),
+        ('"C: acute bronchitis"', 1, 1),
+        ("[C]", 1, 0),
+        ("Option C", 1, 0),
+        ("C\nThe letters say so.", 1, 0),
+        ("The answer is C-reactive protein", 0, 0),
+        ("C-reactive protein", 0, 0),
         ("The answer is Certain", 0, 0),
         ("Clearly acute bronchitis", 0, 1),
         ("", 0, 0),
@@ -160,6 +174,23 @@ def test_multiple_choice(prediction, expected):
 )
 def test_letter_or_text(prediction, letter, text):
     assert _scores("letter_or_text", prediction, "C", "acute bronchitis") == {"score": letter, "text_match": text}
+
+
+@pytest.mark.parametrize(
+    ("prediction", "expected"),
+    [
+        ("The answer is A", 1),
+        ("The answer is A: gout", 1),
+        ("The answer is (A) gout", 1),
+        ("The answer is A because the letters say so", 1),
+        ("A\nThe letters say so.", 1),
+        ("The answer is A patient", 0),
+        ("The answer is A CT scan", 0),
+        ("A patient", 0),
+    ],
+)
+def test_a_is_a_letter_or_a_word(prediction, expected):
+    assert _score("letter_or_text", prediction, "A", "gout") == expected
 
 
 @pytest.mark.parametrize(
@@ -251,6 +282,19 @@ def test_comparisons_survive_the_end_of_their_process():
         ("We get\n#### 18", 1),
         ("The answer is $18.", 1),
         ("The answer is 3 * 6 = 18. That is less than 20.", 1),
+        (r"\boxed{18 \text{ cm}^2}", 1),
+        (r"\boxed{18\,\mathrm{cm}^{2}}", 1),
+        (r"\boxed{\text{18}}", 1),
+        (r"\boxed{18^2}", 0),
+        ("#### 18 (rounded from 18.2)", 1),
+        ("#### x = (18)", 1),
+        ("#### 18/5", 0),
+        ("The answer is below:\n18", 1),
+        ("The answer is:\n\n$$18$$", 1),
+        ("The answer is x = 18, where:\ny = 2", 1),
+        ("The answer is 18.\nHowever, the answer is unknown", 1),
+        ("The answer is 17.\nNo, the answer is 18.", 1),
+        ("6 * 3 is 18, but the answer is unknown", 0),
         ("They pay €18 in 2 parts", 0),
         ("In 2 parts they pay €18.", 1),
         ("18 - -18", 0),

@@ -58,7 +58,7 @@ def test_five_prompts_of_each_question_and_task(source):
     draws = {task: [sample.id.rsplit("/", 1)[1] for sample in tasks[task][:5]] for task in tasks}
     assert draws == {"longhealth_1": list("01234"), "longhealth_2": list("13579"), "longhealth_3": list("02468")}
     assert tasks["longhealth_1"][5].id == "longhealth_1/patient_01/1/0"
-    assert {sample.extra["question"] for sample in tasks["longhealth_1"][:5]} == {"longhealth_1/patient_01/0"}
+    assert {sample.extra["question"] for task in tasks for sample in tasks[task][:5]} == {"patient_01/0"}
     assert [sample.references for sample in tasks["longhealth_2"][::5][:2]] == [("A", "finding a10"), ("B", "finding b11")]
     assert all(sample.references[0] == "F" for sample in tasks["longhealth_3"])
     for sample in samples:
@@ -141,6 +141,15 @@ def test_documents_fit_the_budget(tmp_path_factory, room, letters):
             patient, own = name.split("/")
             assert document
             assert content[patient]["texts"][own].startswith(document)
+
+
+def test_documents_leave_room_for_the_question(source):
+    count = lambda text: len(text.split())
+    whole = lambda sample: count(sample.system) + count(sample.prompt)
+    for sample in longhealth.samples(source, max_prompt_tokens=400):
+        assert 400 - 65 < whole(sample) <= 400  # no room for a document of 50 words beside those that were set aside
+    with pytest.raises(ValueError, match=r"max_prompt_tokens=80: longhealth_1/patient_01/0 needs more than \d+ without its documents"):
+        longhealth.samples(source, max_prompt_tokens=80)
 
 
 def test_perfect_empty_and_constant_predictors(source):

@@ -77,7 +77,7 @@ def no_assets(request, tmp_path, monkeypatch):
 def build(folder, tasks, **change) -> list[Sample]:
     tasks = [tasks] if isinstance(tasks, str) else tasks
     arguments = {"tokenizer": byte_tokenizer(), "lengths": [LENGTH], "samples_per_task": 4, "seed": 1, "texts_folder": folder}
-    return ruler.samples(tasks=tasks, **(arguments | change))
+    return list(ruler.samples(tasks=tasks, **(arguments | change)))
 
 
 def prompt_tokens(sample: Sample, tokenizer) -> int:
@@ -272,6 +272,7 @@ def documents_of(sample: Sample) -> list[str]:
 
 def test_questions_of_squad(folder):
     for index, sample in enumerate(build(folder, "qa_1", samples_per_task=10)):
+        assert sample.extra["question"] == f"qa_1/{index}"
         article, paragraph = divmod(index, 4)
         found = documents_of(sample)
         assert sample.references == (f"Item {article}.{paragraph}", "Item")
@@ -378,10 +379,16 @@ def test_sources_are_named(folder, tmp_path):
     assert name("niah_single_1", folder) == "generated"
     for where in (None, tmp_path):
         assert name("niah_single_2", where).startswith("packaged substitute for essays: documentation of Python 3.")
-        with pytest.raises(FileNotFoundError, match=r"squad.json is neither in texts_folder nor among the assets.*\"qas\".*fetch_assets"):
+        with pytest.raises(FileNotFoundError, match=r"squad.json is missing: `python -m experiments.fetch_assets` .* niah_\*, vt"):
             name("qa_1", where)
-        with pytest.raises(FileNotFoundError, match=r"hotpotqa.json is neither"):
+        with pytest.raises(FileNotFoundError, match=rf"{where or 'none'}/hotpotqa.json is missing"):
             name("qa_2", where)
+        assert texts.sources(where) == {
+            "PaulGrahamEssays.json": texts.essays().source,
+            "squad.json": "none",
+            "hotpotqa.json": "none",
+        }
+    assert texts.sources(folder)["squad.json"] == name("qa_1", folder)
 
 
 def test_the_substitute_is_prose():
@@ -391,27 +398,45 @@ def test_the_substitute_is_prose():
     assert "::=" not in essays.words
 
 
+def squad(**asked) -> str:
+    return json.dumps({"data": [{"paragraphs": [{"context": "c", "qas": [asked]}]}]})
+
+
+def hop(**changes) -> str:
+    return json.dumps([{"question": "q", "answer": "a", "context": [["t", ["s"]]], "supporting_facts": [["t", 0]], **changes}])
+
+
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("PaulGrahamEssays.json", "{", r"PaulGrahamEssays.json is not JSON .*accepted is \{\"text\""),
-        ("PaulGrahamEssays.json", "[]", r"text is absent, it must be a text"),
-        ("PaulGrahamEssays.json", '{"text": 3}', r"text is int, it must be a text"),
-        ("PaulGrahamEssays.json", '{"text": " "}', r"text is empty"),
-        ("squad.json", "{}", r"squad.json: data is absent, it must be a list"),
-        ("squad.json", '{"data": [{"paragraphs": [{"qas": []}]}]}', r"data\[0\].paragraphs\[0\].context is absent"),
-        ("squad.json", '{"data": [{"paragraphs": [{"context": "c", "qas": [{"question": "q"}]}]}]}', r"qas\[0\].answers is absent"),
-        (
-            "squad.json",
-            '{"data": [{"paragraphs": [{"context": "c", "qas": [{"question": "q", "answers": []}]}]}]}',
-            r"qas\[0\].answers has none",
-        ),
-        ("squad.json", '{"data": []}', r"no answerable question"),
-        ("hotpotqa.json", "{}", r"hotpotqa.json holds dict, not a list"),
-        ("hotpotqa.json", '[{"question": "q"}]', r"\[0\].answer is absent, it must be a text"),
-        ("hotpotqa.json", '[{"question": "q", "answer": "a", "context": [["t"]], "supporting_facts": []}]', r"\[0\].context or supporting"),
-        ("hotpotqa.json", '[{"question": "q", "answer": "a", "context": [["t", [3]]], "supporting_facts": []}]', r"\[0\].context or"),
-        ("hotpotqa.json", '[{"question": "q", "answer": "a", "context": [], "supporting_facts": []}]', r"context is empty"),
+        ("PaulGrahamEssays.json", "{", r":1: not valid JSON"),
+        ("PaulGrahamEssays.json", "[" * 100_000, "cannot be read as JSON"),
+        ("PaulGrahamEssays.json", "[]", "an object with named values is needed"),
+        ("PaulGrahamEssays.json", '{"text": 3}', "column 'text' holds int"),
+        ("PaulGrahamEssays.json", '{"text": " "}', "column 'text' is empty"),
+        ("PaulGrahamEssays.json", r'{"text": "a \ud800"}', "column 'text' is not valid UTF-8"),
+        ("squad.json", "{}", "squad.json: no column 'data'"),
+        ("squad.json", '{"data": [3]}', "data 0: an object"),
+        ("squad.json", '{"data": []}', "no answerable question"),
+        ("squad.json", '{"data": [{"paragraphs": {}}]}', "data 0: column 'paragraphs' holds {}, a list of objects"),
+        ("squad.json", '{"data": [{"paragraphs": [{"qas": []}]}]}', "data 0, paragraphs 0: no column 'context'"),
+        ("squad.json", '{"data": [{"paragraphs": [{"qas": [], "context": " "}]}]}', "column 'context' is empty"),
+        ("squad.json", squad(question="q"), "qas 0: no column 'answers'"),
+        ("squad.json", squad(question="q", answers=[]), "column 'answers' is empty, but"),
+        ("squad.json", squad(question="q", answers=[{"text": " "}]), "qas 0, answers 0: column 'text' is empty"),
+        ("squad.json", squad(question="", answers=[{"text": "a"}]), "column 'question' is empty"),
+        ("squad.json", squad(question="q", answers=[], is_impossible="yes"), "column 'is_impossible' holds 'yes'"),
+        ("hotpotqa.json", "{}", "a list of questions is needed, found dict"),
+        ("hotpotqa.json", "[3]", "question 0: an object"),
+        ("hotpotqa.json", hop(answer=" "), "column 'answer' is empty"),
+        ("hotpotqa.json", hop(question=None), "column 'question' holds NoneType"),
+        ("hotpotqa.json", hop(context=[["t"]]), "column 'context' has to be a list of"),
+        ("hotpotqa.json", hop(context=[]), "column 'context' has to be a list of"),
+        ("hotpotqa.json", hop(context=[["t", "a text"]]), "column 'context' has to be a list of"),
+        ("hotpotqa.json", hop(context=[["t", [3]]]), "column 'context' has sentences of 't' that are no texts"),
+        ("hotpotqa.json", hop(context=[["t", ["\ud800"]]]), "column 'context' is not valid UTF-8"),
+        ("hotpotqa.json", hop(supporting_facts=[]), "column 'supporting_facts' has to be a list of"),
+        ("hotpotqa.json", hop(supporting_facts=[["u", 0]]), "column 'supporting_facts' names 'u'"),
     ],
 )
 def test_malformed_files(tmp_path, file, content, message):
@@ -420,6 +445,12 @@ def test_malformed_files(tmp_path, file, content, message):
     with pytest.raises(ValueError, match=message) as error:
         build(tmp_path, task, samples_per_task=1)
     assert str(tmp_path / file) in str(error.value)
+
+
+def test_a_file_that_changes_is_read_again(tmp_path):
+    for answer in (" one ", "two"):
+        (tmp_path / "squad.json").write_text(squad(question="q", answers=[{"text": answer}]))
+        assert texts.squad(tmp_path).questions[0].answers == (answer.strip(),)
 
 
 def test_sentences_end_where_they_do():

@@ -99,12 +99,17 @@ def letter_or_text(prediction: str, sample: Sample) -> dict[str, float]:
     """LongHealth. score: the answer's letter is that of the right option; text_match: the answer contains that option's text.
 
     `sample.references` holds the letter and the text. text_match is how LOOM scores: case counts, and an answer that quotes several
-    options is right. The letter is the one after "answer is", else the one that begins the answer.
+    options is right. The letter is the one after "answer is" or "answer:", else the one that begins the answer, with or without "option",
+    brackets and quotes. It is none where it is part of a text: "A patient", "B-cell lymphoma".
     """
     letter, option = sample.references
     text = prediction.replace("*", "")
-    found = re.search(r"(?i:answer is):?\s*\(?([A-F])\b", text) or re.match(r"\s*\(?([A-F])\s*(?:[:.)]|$)", text)
+    found = re.search(rf"(?i:\banswer(?: is:?|:)){_LETTER}", text) or re.match(rf"{_LETTER}[ \t]*(?:[^\w \t]|$)", text)
     return {"score": float(found is not None and found[1] == letter), "text_match": float(option in prediction)}
+
+
+# "A", unlike the other letters, is a word, so a bare one before other words is none.
+_LETTER = r"""\s*(?i:option\s+)?[(\["'“]*(A(?![ \t]+(?!because\b|since\b|as\b)\w)|[B-F])\b(?![-'’]\w)"""
 
 
 def math_expression(prediction: str, sample: Sample) -> dict[str, float]:
@@ -115,8 +120,9 @@ def math_expression(prediction: str, sample: Sample) -> dict[str, float]:
 def final_number(prediction: str, sample: Sample) -> dict[str, float]:
     """Whether the answer's final number equals the reference: 1,200 is 1200.00, and $18. is 18.
 
-    The number is the one in the last boxed expression; without one, the one after the last "####" or "answer is"; without those, the
-    last of the answer. A boxed expression or "####" line with several numbers (such as a fraction) has no final number.
+    The number is the one in the last boxed expression; without one, the one after the last "####", or after the last "answer is" that
+    one follows on its line (or on the next, after a colon); without those, the last of the answer. A boxed expression or "####" line with
+    several numbers (such as a fraction) has no final number; powers of units and remarks in parentheses behind a number do not count.
     """
     return _number_score(_final_number(prediction, last=True), sample)
 
@@ -143,15 +149,17 @@ def _final_number(prediction: str, *, last: bool) -> Decimal | None:
     if (boxed := last_boxed(prediction)) is not None:
         return parse_number(boxed)
     if "####" in prediction:
-        return parse_number(prediction.rsplit("####", 1)[1].strip().split("\n")[0])
-    if said := re.findall(r"(?i)\banswer is\b:?([^\n]*)", prediction):
-        numbers = _numbers(re.split(r"\.\s", said[-1])[0].rsplit("=", 1)[-1])
-        return numbers[0] if numbers else None
+        line = prediction.rsplit("####", 1)[1].strip().split("\n")[0]
+        return parse_number(re.sub(r"(\d.*?)\s\(.*?\)", r"\1", line))
+    if said := re.findall(r"(?i)\banswer is\b((?:[^\n\d]*:\s*\n)?[^\n]*)", prediction):
+        found = [numbers for text in said if (numbers := _numbers(re.split(r"\.\s", text)[0].rsplit("=", 1)[-1]))]
+        return found[-1][0] if found else None
     numbers = _numbers(prediction) if last else []
     return numbers[-1] if numbers else None
 
 
 def _numbers(text: str) -> list[Decimal]:
+    text = re.sub(r"\\(?:text|mathrm|mbox)\s*\{[^{}\d]*\}\s*\^\s*(?:\d|\{\d+\})", " ", text)  # units such as \text{cm}^2
     text = re.sub(r"\{,\}|\\[,!; $]", "", text.replace("−", "-"))  # LaTeX's separators, spaces and dollar
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
     found = re.findall(r"(?<![\d.)\w])-?[$€£]?(?:\d+(?:\.\d+)?|\.\d+)", text)

@@ -120,6 +120,21 @@ def texts(record: Record, column: str, where: str) -> tuple[str, ...]:
     return tuple(found)
 
 
+def as_record(found: Any, where: str) -> Record:
+    """`found`, which must be an object; ValueError that names the place otherwise."""
+    if not isinstance(found, dict):
+        raise ValueError(f"{where}: an object with named values is needed, found {type(found).__name__}")
+    return found
+
+
+def records(record: Record, column: str, where: str) -> list[Located]:
+    """The objects of a column that holds a list of them, possibly none; errors as `text`."""
+    found = value(record, column, where)
+    if not isinstance(found, list):
+        raise ValueError(f"{where}: column {column!r} holds {_brief(found)}, a list of objects is needed")
+    return [(place, as_record(one, place)) for place, one in ((f"{where}, {column} {i}", one) for i, one in enumerate(found))]
+
+
 def choice(record: Record, column: str, where: str, accepted: Sequence[str]) -> str:
     """The text of a column that holds one of few; errors as `text`."""
     found = text(record, column, where)
@@ -145,9 +160,7 @@ def _some(where: str | Path, records: Iterator[Located]) -> Iterator[Located]:
     empty = True
     for located in records:
         empty = False
-        if not isinstance(located[1], dict):
-            raise ValueError(f"{located[0]}: an object with named values is needed, found {type(located[1]).__name__}")
-        yield located
+        yield located[0], as_record(located[1], located[0])
     if empty:
         raise ValueError(f"{where}: no records")
 

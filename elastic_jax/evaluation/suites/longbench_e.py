@@ -138,6 +138,7 @@ _TASKS = {
 }
 
 TASKS = tuple(_TASKS)
+MAX_NEW_TOKENS: dict[str, int] = {name: task.max_new_tokens for name, task in _TASKS.items()}
 
 
 def samples(

@@ -15,6 +15,7 @@ from elastic_jax.evaluation.samples import Sample
 from elastic_jax.evaluation.suites.files import Record, choice, find_files, read_records, text
 
 TASKS = ("longbench_v2_easy", "longbench_v2_hard")
+MAX_NEW_TOKENS: dict[str, int] = dict.fromkeys(TASKS, 128)
 _LETTERS = ("A", "B", "C", "D")
 
 
@@ -26,7 +27,7 @@ def samples(source: str | Path, *, tasks: Sequence[str] | None = None, limit: in
     Args:
       source: a folder with data.json or the parquet files of the split `train`, such a file, or a hub id such as zai-org/LongBench-v2.
       tasks: of `TASKS`; None: both.
-      limit: the first records, of either difficulty; None: all.
+      limit: the first records of each task; None: all.
 
     Raises:
       FileNotFoundError: the source is not there.
@@ -36,9 +37,15 @@ def samples(source: str | Path, *, tasks: Sequence[str] | None = None, limit: in
         if task not in TASKS:
             raise ValueError(f"tasks has {task!r}: accepted are {', '.join(TASKS)}")
     files = find_files(source, ["*data.json", "*train*.parquet"])
-    records = itertools.islice(itertools.chain.from_iterable(map(read_records, files)), limit)
-    found = [_sample(number, where, record) for number, (where, record) in enumerate(records)]
-    return [sample for sample in found if sample.task in tasks]
+    found, left = [], {task: float("inf") if limit is None else limit for task in tasks}
+    for number, (where, record) in enumerate(itertools.chain.from_iterable(map(read_records, files))):
+        if not any(left.values()):
+            break
+        sample = _sample(number, where, record)
+        if left.get(sample.task):
+            found.append(sample)
+            left[sample.task] -= 1
+    return found
 
 
 def _sample(number: int, where: str, record: Record) -> Sample:
@@ -55,7 +62,7 @@ def _sample(number: int, where: str, record: Record) -> Sample:
         ),
         references=(choice(record, "answer", where, _LETTERS),),
         metric="multiple_choice",
-        max_new_tokens=128,
+        max_new_tokens=MAX_NEW_TOKENS[f"longbench_v2_{difficulty}"],
         length=choice(record, "length", where, ("short", "medium", "long")),
         extra={"difficulty": difficulty, "prompt": "re-worded"}
         | {column: text(record, column, where) for column in ("_id", "domain", "sub_domain")},

@@ -23,6 +23,7 @@ from elastic_jax.evaluation.samples import Sample
 from elastic_jax.evaluation.suites.files import Record, find_files, read_json, text, value
 
 TASKS = ("longhealth_1", "longhealth_2", "longhealth_3")
+MAX_NEW_TOKENS: dict[str, int] = dict.fromkeys(TASKS, 512)
 _UNANSWERABLE = "The documents do not contain the answer to this question"
 _SYSTEM = (
     "You help physicians to find information in discharge letters of hospitals. You will be given one or more such letters and a question "
@@ -57,25 +58,28 @@ def samples(
     tasks: Sequence[str] | None = None,
     limit: int | None = None,
     max_tokens: int = 16_000,
+    max_prompt_tokens: int | None = None,
     count_tokens: Callable[[str], int] = lambda text: len(text.split()),
     seed: int = 0,
 ) -> list[Sample]:
     """The samples of LongHealth: of each question five for each task, in the order of patients and questions.
 
-    In `extra`: the id of the question (`question`), the same for its five, and the documents that were put in, in their order.
+    In `extra`: the id of the question (`question`), the same for its five samples of every task, and the documents that were put in, in
+    their order.
 
     Args:
       source: benchmark_v5.json, a folder that holds it, or a hub id.
       tasks: of `TASKS`; None: all.
       limit: the first questions; None: all.
       max_tokens: room for the system message and the documents.
+      max_prompt_tokens: room for these and all the rest, but for what the chat template adds; None: as much as they need.
       count_tokens: tokens of a text, such as `lambda text: len(tokenizer.encode(text))`; words unless given.
       seed: of the draws and the order of documents; each prompt's own depends on this and on its id only.
 
     Raises:
       FileNotFoundError: the source is not there.
-      ValueError: an unknown task; max_tokens without room for documents; a damaged file or record (names file, patient, question and
-        column).
+      ValueError: an unknown task; max_tokens or max_prompt_tokens without room for documents; a damaged file or record (names file,
+        patient, question and column).
     """
     for task in (tasks := TASKS if tasks is None else tasks):
         if task not in TASKS:
@@ -86,7 +90,7 @@ def samples(
     documents, questions = _read(find_files(source, ["*benchmark_v5.json", "*LongHealth.json"])[0])
     count = functools.cache(count_tokens)
     return [
-        _sample(task, question, draw, seed, documents, room, count)
+        _sample(task, question, draw, seed, documents, room, max_prompt_tokens, count)
         for task in tasks
         for question in questions[:limit]
         for draw in _DRAWS[task]
@@ -94,7 +98,14 @@ def samples(
 
 
 def _sample(
-    task: str, question: _Question, draw: int, seed: int, documents: _Documents, room: int, count_tokens: Callable[[str], int]
+    task: str,
+    question: _Question,
+    draw: int,
+    seed: int,
+    documents: _Documents,
+    room: int,
+    max_prompt_tokens: int | None,
+    count_tokens: Callable[[str], int],
 ) -> Sample:
     item = f"{task}/{question.patient}/{question.number}"
     rng = random.Random(f"{seed}/{item}/{draw}")
@@ -106,10 +117,16 @@ def _sample(
         foreign = [name for name in documents if name not in own]
         others = rng.sample(foreign, min(_DISTRACTORS, len(foreign)))
     gold = [] if task == "longhealth_3" else question.gold
+    options = question.options if task == "longhealth_1" else question.options | {"F": _UNANSWERABLE}
+    if max_prompt_tokens is not None:
+        # With a word for each document, since line breaks with nothing between them would be fewer tokens.
+        rest = count_tokens(_SYSTEM) + count_tokens(_prompt(["x"] * len([*gold, *others]), question.text, options))
+        room = min(room, max_prompt_tokens - rest)
+        if room < 1:
+            raise ValueError(f"max_prompt_tokens={max_prompt_tokens}: {item} needs more than {rest} without its documents")
     chosen = _select(gold, others, documents, room, count_tokens)
     names = list(chosen)
     rng.shuffle(names)
-    options = question.options if task == "longhealth_1" else question.options | {"F": _UNANSWERABLE}
     letter = "F" if task == "longhealth_3" else question.letter
     return Sample(
         id=f"{item}/{draw}",
@@ -119,8 +136,8 @@ def _sample(
         prompt=_prompt([chosen[name] for name in names], question.text, options),
         references=(letter, options[letter]),
         metric="letter_or_text",
-        max_new_tokens=512,
-        extra={"question": item, "documents": names, "prompt": "re-worded"},
+        max_new_tokens=MAX_NEW_TOKENS[task],
+        extra={"question": f"{question.patient}/{question.number}", "documents": names, "prompt": "re-worded"},
     )
 
 

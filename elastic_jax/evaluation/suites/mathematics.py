@@ -28,7 +28,7 @@ _ENDING = {
 }
 _METRIC = {"gsm8k": "final_number", "math": "math_expression", "aime24": "final_integer"}
 _GROUP = {"gsm8k": "GSM8K", "math": "MATH", "aime24": "AIME24"}
-_MAX_NEW_TOKENS = {"gsm8k": 1024, "math": 4096, "aime24": 32768}
+MAX_NEW_TOKENS: dict[str, int] = {"gsm8k": 1024, "math": 4096, "aime24": 32768}
 _FILES: dict[str, Sequence[str]] = {
     "gsm8k": ["main/test-*.parquet", "*test*.jsonl", "*test*.parquet"],
     "math": ["*test*.jsonl", "*test*.parquet", "*test/*/*.json"],
@@ -73,7 +73,7 @@ def samples(source: str | Path, *, benchmark: Benchmark, k: int = 1, limit: int 
                 prompt=f"{problem}\n\n{_ENDING[benchmark]}",
                 references=(reference,),
                 metric=_METRIC[benchmark],
-                max_new_tokens=_MAX_NEW_TOKENS[benchmark],
+                max_new_tokens=MAX_NEW_TOKENS[benchmark],
                 extra=extra,
             )
             for repeat in range(k)

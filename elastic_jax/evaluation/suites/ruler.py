@@ -25,7 +25,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -45,39 +45,41 @@ _FULL = 0.001  # of the budget: a prompt that lacks less is not tried larger
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Task:
-    """make: draft from a setting and the task's text, if it has one."""
+    """make: draft from a setting and the task's text, if it has one. text: the file that this is in."""
 
     group: str
     make: Callable[..., Draft]
     max_new_tokens: int
     metric: str = "ruler_match_all"
-    text: Callable[[str | Path | None], Any] | None = None
+    text: str | None = None
 
 
-def _niah(haystack: str, text: Callable[[str | Path | None], Any] | None = None, **options: Any) -> _Task:
+def _niah(haystack: str, text: str | None = None, **options: Any) -> _Task:
     make = partial(ruler_tasks.niah, haystack=haystack, **options)
     return _Task(group="Retrieval", make=make, max_new_tokens=128, text=text)
 
 
 _TASKS: dict[str, _Task] = {
     "niah_single_1": _niah("noise"),
-    "niah_single_2": _niah("essay", texts.essays),
-    "niah_single_3": _niah("essay", texts.essays, values="UUIDs"),
-    "niah_multikey_1": _niah("essay", texts.essays, key_count=4),
+    "niah_single_2": _niah("essay", texts.ESSAYS),
+    "niah_single_3": _niah("essay", texts.ESSAYS, values="UUIDs"),
+    "niah_multikey_1": _niah("essay", texts.ESSAYS, key_count=4),
     "niah_multikey_2": _niah("needles"),
     "niah_multikey_3": _niah("needles", keys="UUIDs", values="UUIDs"),
-    "niah_multivalue": _niah("essay", texts.essays, value_count=4),
-    "niah_multiquery": _niah("essay", texts.essays, key_count=4, query_count=4),
+    "niah_multivalue": _niah("essay", texts.ESSAYS, value_count=4),
+    "niah_multiquery": _niah("essay", texts.ESSAYS, key_count=4, query_count=4),
     "vt": _Task(group="Multi-hop tracing", make=ruler_tasks.variable_tracking, max_new_tokens=30),
     "cwe": _Task(group="Aggregation", make=ruler_tasks.common_words, max_new_tokens=120),
     "fwe": _Task(group="Aggregation", make=ruler_tasks.frequent_words, max_new_tokens=50),
-    "qa_1": _Task(group="QA", make=ruler_tasks.question_answering, max_new_tokens=32, metric="ruler_match_part", text=texts.squad),
-    "qa_2": _Task(group="QA", make=ruler_tasks.question_answering, max_new_tokens=32, metric="ruler_match_part", text=texts.hotpotqa),
+    "qa_1": _Task(group="QA", make=ruler_tasks.question_answering, max_new_tokens=32, metric="ruler_match_part", text=texts.SQUAD),
+    "qa_2": _Task(group="QA", make=ruler_tasks.question_answering, max_new_tokens=32, metric="ruler_match_part", text=texts.HOTPOTQA),
 }
 ALL_TASKS: tuple[str, ...] = tuple(_TASKS)
 PAPER_TASKS: tuple[str, ...] = tuple(task for task in ALL_TASKS if task not in ("vt", "cwe"))
 PAPER_LENGTHS: tuple[int, ...] = tuple(1024 * k for k in (8, 16, 32, 64, 128, 256))
 PAPER_SAMPLES = 50
+TEXTS: dict[str, str] = {name: task.text for name, task in _TASKS.items() if task.text is not None}  # the tasks' files of texts
+MAX_NEW_TOKENS: dict[str, int] = {name: task.max_new_tokens for name, task in _TASKS.items()}
 
 
 def samples(
@@ -91,10 +93,11 @@ def samples(
     upstream_order: bool = False,
     prefix: Prefix = "assistant",
     chat: bool = True,
-) -> list[Sample]:
+) -> Iterator[Sample]:
     """Builds the samples of each length and task in turn; by default those of the Elastic Attention paper (its Table 9).
 
-    Sample i of a task and length depends on the other arguments only, not on how many samples, tasks and lengths there are.
+    One of 64K tokens takes about 0.4 s, and time grows with the length: the default ones take about 25 minutes. Sample i of a task and
+    length depends on the other arguments only, not on how many samples, tasks and lengths there are.
 
     Args:
       tokenizer: of the model under test: fast, for chats with a chat template. A long prompt has about four bytes per token.
@@ -111,31 +114,34 @@ def samples(
       chat: through the chat template.
 
     Returns:
-      samples with `extra`: prefix ("assistant", "user", "text"), wording, order, texts, tokens (of the whole prompt) and what the task
-      tells of itself: depths of the asked needles (shares of the context's characters), numbers of the documents that answer, counts.
+      samples, each made when it is asked for, with `extra`: prefix ("assistant", "user", "text"), wording, order, texts, tokens (of the
+      whole prompt) and what the task tells of itself: depths of the asked needles (shares of the context's characters), numbers of the
+      documents that answer, counts; for qa_1 and qa_2 the id of the question (`question`), which sample i has at every length.
 
     Raises:
-      ValueError: an argument is not accepted, a length is too short for a task (the least one is named), or a file is malformed.
+      ValueError: an argument is not accepted, or a file is malformed; when its first sample is asked for: a length is too short for a
+        task (the least one is named).
       FileNotFoundError: there is no SQuAD or HotpotQA for qa_1 or qa_2.
     """
     _check(lengths, tasks, samples_per_task, seed, prefix)
     gauge = _Gauge(tokenizer, prefix=prefix if chat else "text")
-    sources = {name: text(texts_folder) if (text := _TASKS[name].text) else None for name in tasks}
+    contents = {file: texts.READERS[file](texts_folder) for file in dict.fromkeys(TEXTS[name] for name in tasks if name in TEXTS)}
+    sources = {name: contents[TEXTS[name]] if name in TEXTS else None for name in tasks}
     for name, source in sources.items():
         if isinstance(source, texts.Questions) and samples_per_task > len(source.questions):
             raise ValueError(f"samples_per_task={samples_per_task}: {name} has {len(source.questions)} questions in {source.source}")
-    result = []
-    for length in lengths:
-        for name in tasks:
-            maker = _Maker(gauge, name, length, seed, sources[name], upstream_order)
-            try:
-                result += [maker.sample(index) for index in range(samples_per_task)]
-            except _TooShortError:
-                least = length
-                while (needed := _Maker(gauge, name, least, seed, sources[name], upstream_order).least_length(samples_per_task)) > least:
-                    least = needed
-                raise ValueError(f"lengths has {length}: {name} needs at least {least} with this tokenizer and these samples") from None
-    return result
+    maker = lambda name, length: _Maker(gauge, name, length, seed, sources[name], upstream_order)
+    return (sample for length in lengths for name in tasks for sample in _samples(partial(maker, name), name, length, samples_per_task))
+
+
+def _samples(maker: Callable[[int], _Maker], name: str, length: int, count: int) -> Iterator[Sample]:
+    try:
+        yield from map(maker(length).sample, range(count))
+    except _TooShortError:
+        least = length
+        while (needed := maker(least).least_length(count)) > least:
+            least = needed
+        raise ValueError(f"lengths has {length}: {name} needs at least {least} with this tokenizer and these samples") from None
 
 
 def _check(lengths: Sequence[int], tasks: Sequence[str], samples_per_task: int, seed: int, prefix: str) -> None:
@@ -212,6 +218,8 @@ class _Maker:
             "texts": "generated" if self._source is None else self._source.source,
             "tokens": tokens,
         }
+        if isinstance(self._source, texts.Questions):
+            extra["question"] = f"{self._name}/{index}"
         return Sample(
             id=f"{self._name}/{self._length}/{index}",
             task=self._name,

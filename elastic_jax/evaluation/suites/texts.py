@@ -7,7 +7,7 @@
 | HotpotQA | hotpotqa.json         | [{"question", "answer", "context": [[title, [sentence]]], "supporting_facts": [[title, i]]}] |
 
 A file is read from the user's folder, else from the fetched assets (`elastic_jax.assets`), which are RULER's own. Where neither has
-the essays, the documentation that Python ships with takes their place; SQuAD and HotpotQA have no substitute.
+the essays, the documentation that Python ships with takes their place; SQuAD and HotpotQA have no substitute. `sources` says which.
 """
 
 from __future__ import annotations
@@ -15,24 +15,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import json
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from elastic_jax import assets
+from elastic_jax.evaluation.suites.files import Record, as_record, check_text, read_json, records, text, value
 
 ESSAYS, SQUAD, HOTPOTQA = "PaulGrahamEssays.json", "squad.json", "hotpotqa.json"
 _ASSETS = {ESSAYS: "essays", SQUAD: "squad", HOTPOTQA: "hotpotqa"}
-_LAYOUTS = {
-    ESSAYS: '{"text": "..."}',
-    SQUAD: 'SQuAD\'s: {"data": [{"paragraphs": [{"context": "...", "qas": [{"question": "...", "answers": [{"text": "..."}]}]}]}]}',
-    HOTPOTQA: (
-        'HotpotQA\'s: [{"question": "...", "answer": "...", "context": [["title", ["sentence"]]], "supporting_facts": [["title", 0]]}]'
-    ),
-}
 _ABBREVIATIONS = re.compile(r"\W*([A-Z]|mr|mrs|ms|dr|prof|st|vs|etc|e\.g|i\.e|cf|no|fig|inc|ltd|co|corp|jr|sr|u\.s)\.", re.IGNORECASE)
 _END = re.compile(r"[.!?][\"'”’)\]]*$")
 _BEGIN = re.compile(r"[\"'“‘(\[]*[A-Z0-9]")
@@ -79,6 +72,13 @@ class Questions:
     source: str
 
 
+def sources(folder: str | Path | None = None) -> dict[str, str]:
+    """What is read for each file's name; "none" where there is no file and no substitute. ValueError if `folder` is not a folder."""
+    found = {file: _find(folder, file) for file in _ASSETS}
+    labels = {file: "none" if path is None else _label(path) for file, path in found.items()}
+    return labels if found[ESSAYS] else labels | {ESSAYS: _python_documentation().source}
+
+
 def essays(folder: str | Path | None = None) -> Essays:
     """The essays; Python's documentation where there are none.
 
@@ -104,6 +104,9 @@ def hotpotqa(folder: str | Path | None = None) -> Questions:
     return _read_hotpotqa(_need(folder, HOTPOTQA))
 
 
+READERS: dict[str, Callable[[str | Path | None], Any]] = {ESSAYS: essays, SQUAD: squad, HOTPOTQA: hotpotqa}
+
+
 def sentence_ends(words: list[str]) -> list[int]:
     """Numbers of words after which a sentence ends: at a full stop, question or exclamation mark, except of initials and a few
     abbreviations, where the next word begins with a capital or a digit; and at the last word."""
@@ -126,44 +129,24 @@ def _find(folder: str | Path | None, file: str) -> Path | None:
 def _need(folder: str | Path | None, file: str) -> Path:
     path = _find(folder, file)
     if path is None:
-        tried = [assets.asset_dir(), *([] if folder is None else [Path(folder)])]
+        place = assets.asset_dir() if folder is None else folder
         raise FileNotFoundError(
-            f"{file} is neither in texts_folder nor among the assets (looked in {', '.join(map(str, tried))}): put {_LAYOUTS[file]} "
-            f"there, or run `python -m experiments.fetch_assets`"
+            f"{Path(place, file)} is missing: `python -m experiments.fetch_assets` brings RULER's own, or put a file in its layout there; "
+            f"the tasks niah_*, vt, cwe and fwe need neither {SQUAD} nor {HOTPOTQA}"
         )
     return path
 
 
-def _read(path: Path) -> tuple[Any, str]:
-    """The parsed file and its label."""
-    data = path.read_bytes()
-    try:
-        parsed = json.loads(data)
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}): accepted is {_LAYOUTS[path.name]}") from None
-    digest = hashlib.sha256(data).hexdigest()
+def _label(path: Path) -> str:
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
     if digest == assets.ASSETS[_ASSETS[path.name]].sha256:
-        return parsed, f"{path.name} of RULER"
-    return parsed, f"user's file {path.name}, sha256 {digest[:12]}"
+        return f"{path.name} of RULER"
+    return f"user's file {path.name}, sha256 {digest[:12]}"
 
 
-def _get(path: Path, where: str, entry: Any, key: str, kind: type, default: Any = None) -> Any:
-    """`entry[key]`, which must have a type (or be absent where there is a default)."""
-    value = entry.get(key, default) if isinstance(entry, Mapping) else None
-    if not isinstance(value, kind):
-        found = "is absent" if value is None else f"is {type(value).__name__}"
-        name = {str: "a text", list: "a list", bool: "true or false"}[kind]
-        raise ValueError(f"{path}: {where}{key} {found}, it must be {name}: accepted is {_LAYOUTS[path.name]}")
-    return value
-
-
-@functools.lru_cache(maxsize=2)
 def _read_essays(path: Path) -> Essays:
-    data, source = _read(path)
-    words = _get(path, "", data, "text", str).split()
-    if not words:
-        raise ValueError(f"{path}: text is empty: accepted is {_LAYOUTS[path.name]}")
-    return Essays(words=words, ends=sentence_ends(words), source=source)
+    words = text(as_record(read_json(path), str(path)), "text", str(path)).split()
+    return Essays(words=words, ends=sentence_ends(words), source=_label(path))
 
 
 @functools.cache
@@ -178,54 +161,66 @@ def _python_documentation() -> Essays:
     return Essays(words=words, ends=sentence_ends(words), source=source)
 
 
-@functools.lru_cache(maxsize=2)
 def _read_squad(path: Path) -> Questions:
-    data, source = _read(path)
     numbers: dict[str, int] = {}
     questions: list[Question] = []
-    for a, article in enumerate(_get(path, "", data, "data", list)):
-        paragraphs = _get(path, f"data[{a}].", article, "paragraphs", list)
-        contexts = [_get(path, f"data[{a}].paragraphs[{p}].", paragraph, "context", str) for p, paragraph in enumerate(paragraphs)]
-        mine = [numbers.setdefault(text, len(numbers)) for text in contexts]
-        for p, paragraph in enumerate(paragraphs):
-            near = tuple(number for number in dict.fromkeys(mine) if number != mine[p])
-            for q, asked in enumerate(_get(path, f"data[{a}].paragraphs[{p}].", paragraph, "qas", list)):
-                where = f"data[{a}].paragraphs[{p}].qas[{q}]."
-                if _get(path, where, asked, "is_impossible", bool, default=False):
+    for where, article in records(as_record(read_json(path), str(path)), "data", str(path)):
+        paragraphs = records(article, "paragraphs", where)
+        mine = [numbers.setdefault(text(paragraph, "context", place), len(numbers)) for place, paragraph in paragraphs]
+        for own, (place, paragraph) in zip(mine, paragraphs, strict=True):
+            near = tuple(number for number in dict.fromkeys(mine) if number != own)
+            for asked_at, asked in records(paragraph, "qas", place):
+                impossible = asked.get("is_impossible", False)
+                if not isinstance(impossible, bool):
+                    raise ValueError(f"{asked_at}: column 'is_impossible' holds {impossible!r}, true or false is needed")
+                if impossible:
                     continue
-                text, given = _get(path, where, asked, "question", str), _get(path, where, asked, "answers", list)
-                answers = tuple(dict.fromkeys(_get(path, f"{where}answers[{i}].", one, "text", str) for i, one in enumerate(given)))
-                if not answers or not all(answers):
-                    raise ValueError(f"{path}: {where}answers has none or an empty one, but the question is not marked is_impossible")
-                questions.append(Question(text=text, answers=answers, own=(mine[p],), near=near, gold=(mine[p],)))
-    return _checked(path, Questions(documents=list(numbers), questions=questions, source=source))
+                answers = tuple(dict.fromkeys(text(one, "text", at).strip() for at, one in records(asked, "answers", asked_at)))
+                if not answers:
+                    raise ValueError(f"{asked_at}: column 'answers' is empty, but the question is not marked is_impossible")
+                questions.append(Question(text=text(asked, "question", asked_at), answers=answers, own=(own,), near=near, gold=(own,)))
+    return _checked(path, Questions(documents=list(numbers), questions=questions, source=_label(path)))
 
 
-@functools.lru_cache(maxsize=2)
 def _read_hotpotqa(path: Path) -> Questions:
-    data, source = _read(path)
-    if not isinstance(data, list):
-        raise ValueError(f"{path} holds {type(data).__name__}, not a list: accepted is {_LAYOUTS[path.name]}")
+    content = read_json(path)
+    if not isinstance(content, list):
+        raise ValueError(f"{path}: a list of questions is needed, found {type(content).__name__}")
     numbers: dict[str, int] = {}
     questions: list[Question] = []
-    for i, asked in enumerate(data):
-        where = f"[{i}]."
-        text, answer = _get(path, where, asked, "question", str), _get(path, where, asked, "answer", str)
-        context = _get(path, where, asked, "context", list)
-        try:
-            needed = {str(title) for title, _ in _get(path, where, asked, "supporting_facts", list)}
-            paragraphs = {f"{title}\n{''.join(sentences)}": title in needed for title, sentences in context}
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}: {where}context or supporting_facts: {error}: accepted is {_LAYOUTS[path.name]}") from None
-        if not answer or not paragraphs:
-            raise ValueError(f"{path}: {where}answer or context is empty: accepted is {_LAYOUTS[path.name]}")
+    for i, found in enumerate(content):
+        where = f"{path}, question {i}"
+        asked = as_record(found, where)
+        context = _titled(asked, "context", where, list)
+        needed = {title for title, _ in _titled(asked, "supporting_facts", where, int)}
+        if unknown := needed - {title for title, _ in context}:
+            raise ValueError(f"{where}: column 'supporting_facts' names {min(unknown)!r}, which is no title of its context")
+        paragraphs: dict[str, bool] = {}
+        for title, sentences in context:
+            if not all(isinstance(sentence, str) for sentence in sentences):
+                raise ValueError(f"{where}: column 'context' has sentences of {title!r} that are no texts")
+            document = f"{title}\n{''.join(sentences)}"
+            check_text(document, f"{where}: column 'context'")
+            paragraphs[document] = title in needed
         own = tuple(numbers.setdefault(document, len(numbers)) for document in paragraphs)
         gold = tuple(number for number, is_gold in zip(own, paragraphs.values(), strict=True) if is_gold)
-        questions.append(Question(text=text, answers=(answer,), own=own, near=(), gold=gold))
-    return _checked(path, Questions(documents=list(numbers), questions=questions, source=source))
+        answer = text(asked, "answer", where).strip()
+        questions.append(Question(text=text(asked, "question", where), answers=(answer,), own=own, near=(), gold=gold))
+    return _checked(path, Questions(documents=list(numbers), questions=questions, source=_label(path)))
+
+
+def _titled(record: Record, column: str, where: str, kind: type) -> list[tuple[str, Any]]:
+    """A column with a list, not empty, of [title, value of that type]."""
+    found = value(record, column, where)
+    pairs = found if isinstance(found, list) else []
+    good = lambda pair: isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], kind)
+    if not pairs or not all(map(good, pairs)):
+        shape = {list: "[title, [sentence, ...]]", int: "[title, number of a sentence]"}[kind]
+        raise ValueError(f"{where}: column {column!r} has to be a list of {shape}, and not empty")
+    return [(title, content) for title, content in pairs]
 
 
 def _checked(path: Path, result: Questions) -> Questions:
     if not result.questions:
-        raise ValueError(f"{path} has no answerable question: accepted is {_LAYOUTS[path.name]}")
+        raise ValueError(f"{path} has no answerable question")
     return result
