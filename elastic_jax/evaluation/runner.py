@@ -100,6 +100,7 @@ def run_samples(
             done += item.tokens
         else:
             raise ValueError(f"{results.path} has a result of {sample.id!r} for another prompt: give another folder")
+    results.expect(names)
     # In tokens, since a sample of 128K takes as long as many of 4K.
     progress = tqdm(total=done + sum(item.tokens for item in items), initial=done, unit=" tokens", unit_scale=True, disable=quiet)
     batches, left = list(_batches(items, config)), len(items)
