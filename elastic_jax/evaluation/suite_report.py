@@ -247,8 +247,8 @@ def _conditions(report: dict[str, Any]) -> list[str]:
     show = lambda value: ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
     parts = report["settings"] | report["environment"]
     return [
-        "Scores in percent with 95 % bootstrap intervals over questions, tasks being strata. Ω is Ω_MSR, the share of sparse heads; Ω_ESR "
-        "the share of a prompt's causal (query, key) pairs that a head leaves out, averaged over heads.",
+        "Scores in percent with 95 % bootstrap intervals over questions, tasks being strata that may share them. Ω is Ω_MSR, the share of "
+        "sparse heads; Ω_ESR the share of a prompt's causal (query, key) pairs that a head leaves out, averaged over heads.",
         "",
         *(f"- {name}: {show(value)}" for name, value in parts.items() if value not in (None, {})),
     ]
@@ -349,19 +349,8 @@ def _details(cells: dict[str, Any]) -> list[str]:
     rows += [(f"{section[:-1]} {name}", cell) for section in ("groups", "lengths", "tasks") for name, cell in cells[section].items()]
     rows += [(f"{task} at {length}", cell) for task, row in cells["task_lengths"].items() for length, cell in row.items()]
     others = list(dict.fromkeys(name for _, cell in rows for name in cell["scores"]))
-    header = [
-        "",
-        "questions",
-        "answers",
-        *(f"{name} [95 %]" for name in ("score", *others)),
-        "Ω_MSR",
-        "Ω_ESR",
-        "prompt tokens",
-        "cut prompts",
-        "cut tokens",
-        "new tokens",
-    ]
-    header += ["not ended", "empty"]
+    header = ["", "questions", "answers", *(f"{name} [95 %]" for name in ("score", *others)), "Ω_MSR", "Ω_ESR", "prompt tokens"]
+    header += ["cut prompts", "cut tokens", "new tokens", "not ended", "empty answers"]
 
     def row(name: str, cell: Cell) -> list[str]:
         return [
