@@ -139,7 +139,7 @@ def test_perfect_answers_have_100_and_empty_ones_0(workshop, tmp_path, suite, mo
     times = Timings(prefill_seconds=1.0, decode_seconds=1.0, steps=1, cache_pages=1, cache_mib=1.0, pool_mib=1.0, dense_cache_mib=1.0)
     shared = {"tokens": np.zeros(1, np.int32), "finish_reason": "stop", "is_full": np.ones((3, 2), bool), "esr": 0.0}
     ruler = {"tasks": ["niah_single_1", "vt", "fwe"], "lengths": ["2000", "2500"]}  # that need no texts
-    changes = {"ruler": ruler, "longhealth": {"tasks": None}}.get(suite, {})
+    changes = {"ruler": ruler, "longhealth": {"tasks": None, "max_prompt_tokens": 1000}}.get(suite, {})
     for answer, expected in ((perfect, 100.0), (lambda sample: "", 0.0)):
 
         def generate(generator, batch, config, answer=answer):
