@@ -18,7 +18,10 @@ from flax import nnx
 from elastic_jax.checkpoints import RunDirectory
 from elastic_jax.config import SparsityConfig
 from elastic_jax.elastic import ElasticModel
+from elastic_jax.evaluation import runner
 from elastic_jax.evaluation.results import read_records
+from elastic_jax.evaluation.suite_report import markdown, suite_report
+from elastic_jax.generate import Completion, Generation, Timings
 from elastic_jax.models.decoder import Decoder
 from elastic_jax.trainer import TrainConfig, init_state
 from elastic_jax.weights.safetensors import save_safetensors
@@ -149,6 +152,43 @@ def test_weights_are_told_apart_by_every_layer(changed):
     assert one != _weights_digest(backbones()) == _weights_digest(backbones())
 
 
+def perfect(sample):
+    right = sample.references[0]
+    forms = {
+        "ruler_match_all": " ".join(sample.references),
+        "multiple_choice": f"The correct answer is ({right})",
+        "letter_or_text": f"The correct answer is {right}: {sample.references[-1]}",
+        "final_number": rf"\boxed{{{right}}}",
+    }
+    return forms.get(sample.metric, right)
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_perfect_answers_have_100_and_empty_ones_0(workshop, tmp_path, suite, monkeypatch):
+    """From the benchmark's files to every cell of the report, the model's answers being replaced."""
+    times = Timings(prefill_seconds=1.0, decode_seconds=1.0, steps=1, cache_pages=1, cache_mib=1.0, pool_mib=1.0, dense_cache_mib=1.0)
+    shared = {"tokens": np.zeros(1, np.int32), "finish_reason": "stop", "is_full": np.ones((3, 2), bool), "esr": 0.0}
+    ruler = {"tasks": ["niah_single_1", "vt", "fwe"], "lengths": ["2000", "2500"]}  # that need no texts
+    changes = {"ruler": ruler, "longhealth": {"tasks": None, "max_prompt_tokens": 1000}}.get(suite, {})
+    for answer, expected in ((perfect, 100.0), (lambda sample: "", 0.0)):
+
+        def generate(generator, batch, config, answer=answer):
+            results = [Completion(text=answer(item.sample), prompt_tokens=item.tokens, **shared) for item in batch]
+            return Generation(completions=results, timings=times)
+
+        monkeypatch.setattr(runner, "_generate", generate)
+        report = evaluate(workshop, suite, tmp_path / str(expected), **changes)
+        cells = report["cells"]
+        sections = [*(cells[name] for name in ("groups", "lengths", "tasks")), *cells["task_lengths"].values()]
+        every = [cells["overall"], *(cell for section in sections for cell in section.values())]
+        assert all(cell[name] == pytest.approx(expected) for cell in every for name in ("mean", "low", "high"))
+        others = {"ruler": {"empty": 100 - expected}, "longhealth": {"text_match": expected}}.get(suite, {})
+        assert {name: score["mean"] for name, score in cells["overall"]["scores"].items()} == pytest.approx(others)
+        assert report["expected"] == cells["overall"]["answers"]
+        text = (tmp_path / str(expected) / "report.md").read_text()
+        assert f"| this run | {expected:.2f} [{expected:.1f}, {expected:.1f}] |" in text
+
+
 def command(workshop, out, *options):
     arguments = [f"--data={workshop / 'longbench_e'}", "--tasks=qasper,lcc", "--max_prompt_tokens=700", "--max_new_tokens=4"]
     small = [f"--model={workshop / 'model'}", *(f"--{name}={value}" for name, value in SMALL.items())]
@@ -160,11 +200,13 @@ def test_a_killed_program_goes_on_and_is_compared(workshop, tmp_path):
     out = tmp_path / "killed"
     arguments = command(workshop, out, "--heads=full", "--batch_size=1", f"--against={tmp_path / 'whole'}", "--compare=qwen3_4b")
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while process.poll() is None and not list(out.glob("*.jsonl")):
+    while process.poll() is None and not any(b"\n" in file.read_bytes() for file in out.glob("*.jsonl")):
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.wait()
     killed = len(read_records(out))
+    assert 0 < killed < 8
+    assert f"**Unfinished: {killed} of 8 answers." in markdown(suite_report(out))
     result = subprocess.run(arguments, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert f"8 samples; {killed} answers in {out}" in result.stdout

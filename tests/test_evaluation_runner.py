@@ -79,7 +79,7 @@ def test_a_line_says_what_was_asked_answered_and_scored(expected, model):
     assert len({record["pred"] for record in read_records(expected)}) > 6
     assert len({record["msr"] for record in read_records(expected)}) > 1
     assert sum(timing["rows"] for timing in read_timings(expected)) == 14
-    assert read_run(expected) == {"settings": SETTINGS, "environment": {"device": "cpu"}}
+    assert read_run(expected) == {"settings": SETTINGS, "environment": {"device": "cpu"}, "expected": 14}
 
 
 @pytest.mark.parametrize("batch_size", [3, 5])
@@ -120,6 +120,7 @@ def test_a_stopped_run_goes_on_without_loss_or_repetition(tmp_path, expected, mo
         run(tmp_path, StoppingGenerator(model), samples(), batch_size=3)
     kept = read_records(tmp_path)
     assert 0 < len(kept) < 14
+    assert read_run(tmp_path)["expected"] == 14
     file = tmp_path / f"{kept[-1]['task']}.jsonl"
     if torn:
         file.write_bytes(file.read_bytes()[:-torn])

@@ -332,8 +332,5 @@ def test_numbers_are_read_with_and_without_separators(number, form):
 @given(st.sampled_from(sorted(set(METRICS) - {"math_expression"})), st.text(max_size=60))
 def test_scores_lie_between_0_and_1(metric, prediction):
     references = ("C", "c d") if metric == "letter_or_text" else ("7 c",)
-    try:
-        scores = _scores(metric, prediction, *references, all_classes=["c", "7 c"])
-    except KeyError:
-        pytest.skip("a metric that needs more of its sample")
+    scores = _scores(metric, prediction, *references, all_classes=["c", "7 c"])
     assert all(0 <= score <= 1 for score in scores.values())

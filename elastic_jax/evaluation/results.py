@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,17 @@ _SHARE: _Field = ("a number from 0 to 1", lambda value: _number(value, most=1.0)
 _AMOUNT: _Field = ("a number from 0", _number)
 _LENGTH: _Field = ("a text, a whole number from 0 or null", lambda value: value is None or isinstance(value, str) or _whole(value))
 _OBJECT: _Field = ("an object", lambda value: isinstance(value, dict))
+_SHARES: _Field = (
+    "an object of numbers from 0 to 1",
+    lambda value: isinstance(value, dict) and all(_number(score, most=1.0) for score in value.values()),
+)
 
 _RECORD_FIELDS: dict[str, _Field] = {
     **dict.fromkeys(("run", "id", "question", "task", "group", "prompt", "pred", "metric", "finish_reason"), _TEXT),
     "length": _LENGTH,
     "answer": ("a list", lambda value: isinstance(value, list)),
     "score": _SHARE,
-    "scores": _OBJECT,
+    "scores": _SHARES,
     "msr": _SHARE,
     "esr": ("a number from 0 to 1 or null", lambda value: value is None or _number(value, most=1.0)),
     "LEN": _SOME,
@@ -96,16 +100,18 @@ class ResultsFolder:
             self._check(settings)
             for file in self.path.glob("*.jsonl"):
                 _drop_unfinished_line(file)
-            with replacing(self.path / _RUN) as file:
-                file.write_text(json.dumps({"settings": settings, "environment": environment}, indent=2) + "\n")
+            self._content |= {"settings": settings, "environment": environment}
+            self._write()
         except BaseException:
             self._lock.close()
             raise
 
     def _check(self, settings: dict[str, Any]) -> None:
         self.records: list[Record] = []
+        self._content: dict[str, Any] = {}
         if (self.path / _RUN).exists():
-            old = read_run(self.path)["settings"]
+            self._content = read_run(self.path)
+            old = self._content["settings"]
             names = sorted(old.keys() | settings.keys())
             differing = [f"{n}: {old.get(n)!r} there, {settings.get(n)!r} now" for n in names if old.get(n) != settings.get(n)]
             if differing:
@@ -114,6 +120,15 @@ class ResultsFolder:
             read_timings(self.path)
         elif others := sorted(file.name for file in self.path.glob("*.jsonl")):
             raise ValueError(f"{self.path} holds {others[0]}, but no {_RUN}, so it is no folder of results: give another folder")
+
+    def _write(self) -> None:
+        with replacing(self.path / _RUN) as file:
+            file.write_text(json.dumps(self._content, indent=2) + "\n")
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Notes how many answers there will be when all samples of these ids are answered: until then the report says how many lack."""
+        self._content["expected"] = len({record["id"] for record in self.records}.union(names))
+        self._write()
 
     def add(self, records: Sequence[Record], timing: Record) -> None:
         """Appends a batch's results and its timing."""
@@ -136,17 +151,18 @@ class ResultsFolder:
 
 
 def read_run(path: str | Path) -> dict[str, Any]:
-    """The settings, of which `suite` is one, and the environment of a folder of results; ValueError where it is none."""
+    """The settings, of which `suite` is one, the environment and, once it is known, the `expected` number of answers of a folder of
+    results; ValueError where it is none."""
     file = Path(path) / _RUN
     if not file.exists():
         raise ValueError(f"{path} holds no results: {_RUN} is missing")
     try:
         run = json.loads(file.read_bytes())
-        good = isinstance(run["settings"]["suite"], str) and isinstance(run["environment"], dict)
+        good = isinstance(run["settings"]["suite"], str) and isinstance(run["environment"], dict) and _whole(run.get("expected", 0))
     except (ValueError, KeyError, TypeError, RecursionError):
         good = False
     if not good:
-        raise ValueError(f"{file} is damaged: an object with settings, among them the suite, and environment is needed")
+        raise ValueError(f"{file} is damaged: an object with settings, among them the suite, environment and a number expected is needed")
     return run
 
 

@@ -98,6 +98,7 @@ def run_samples(
         items.append(_Item(sample=sample, encoded=encoded, padded=bucket(len(encoded.prompt.tokens), block)))
         if known.get(sample.id, encoded.hash) != encoded.hash:
             raise ValueError(f"{results.path} has a result of {sample.id!r} for another prompt: give another folder")
+    results.expect(names)
     batches = [batch for batch in _batches(items, config) if any(item.sample.id not in known for item in batch)]
     tokens = lambda items: sum(item.tokens for item in items if item.sample.id not in known)
     left = sum(item.sample.id not in known for item in items)

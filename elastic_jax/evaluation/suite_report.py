@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ class Layout:
       title: of the report.
       columns: the section whose cells are the columns of the headline table.
       strata: what is averaged by itself first: the samples of a task, or of a task at a length.
+      beside: of a sample's other scores the one that the headline table has too.
       total, group: whether strata count equally in the overall cell (and by length), and in a group's, or as their samples do.
     """
 
@@ -34,6 +36,7 @@ class Layout:
     total: Literal["strata", "samples"]
     group: Literal["strata", "samples"] = "strata"
     strata: tuple[str, ...] = ("task",)
+    beside: str | None = None
 
 
 LAYOUTS: dict[str, Layout] = {
@@ -41,11 +44,13 @@ LAYOUTS: dict[str, Layout] = {
     "ruler": Layout(title="RULER", columns="lengths", total="strata", strata=("task", "length")),
     "longbench_v2": Layout(title="LongBench-v2", columns="groups", total="samples", group="samples"),
     "math": Layout(title="Math", columns="groups", total="strata"),
-    "longhealth": Layout(title="LongHealth", columns="tasks", total="strata"),
+    "longhealth": Layout(title="LongHealth", columns="tasks", total="strata", beside="text_match"),
 }
 
 
-def suite_report(out: str | Path, *, compare: str | None = None, against: str | Path | None = None, baseline: str | Path | None = None):
+def suite_report(
+    out: str | Path, *, compare: str | None = None, against: str | Path | None = None, baseline: str | Path | None = None
+) -> dict[str, Any]:
     """Everything that the tables show, as JSON values.
 
     Args:
@@ -67,8 +72,8 @@ def suite_report(out: str | Path, *, compare: str | None = None, against: str | 
         if suite not in PAPER:
             raise ValueError(f"the paper has no numbers of {suite} to compare with: accepted are {', '.join(PAPER)}")
         table = PAPER[suite]
-        report["paper"] = {"table": table.name, "model": compare, "caveats": table.caveats, "rows": table.rows(compare)}
-        report["paper"]["speed"] = table.speed_rows(compare)
+        report["paper"] = {"table": table.name, "model": compare, "caveats": table.caveats(compare), "rows": table.rows(compare)}
+        report["paper"] |= {"speed": table.speed_rows(compare), "speed_caveats": table.speed_caveats}
     if against is not None:
         other, theirs = _load(against, suite)
         report["against"] = compare_records(records, theirs, layout) | {"run": str(against), "settings": _difference(run, other)}
@@ -135,11 +140,12 @@ def _mean(parts: Sequence[Sequence[Record]], weights: Sequence[float], name: str
     return float(sum(mean * weight for mean, weight in kept) / sum(weight for _, weight in kept)) if kept else None
 
 
-def _score(parts: Sequence[Sequence[Record]], weights: Sequence[float]) -> Cell:
-    """In percent; several answers to one question are one value."""
-    values = [np.array([np.mean([r["score"] for r in asked]) for asked in _split(part, "question").values()]) for part in parts]
+def _score(parts: Sequence[Sequence[Record]], weights: Sequence[float], score: Callable[[Record], float] = itemgetter("score")) -> Cell:
+    """In percent; a stratum's answers to one question are one value."""
+    values = [{name: float(np.mean([*map(score, asked)])) for name, asked in _split(part, "question").items()} for part in parts]
     interval = bootstrap_mean(values, weights)
-    return {"n": sum(map(len, values)), **{name: None if np.isnan(x) else 100 * x for name, x in interval._asdict().items()}}
+    means = {name: None if np.isnan(x) else 100 * x for name, x in interval._asdict().items()}
+    return {"n": len(set[str]().union(*values))} | means
 
 
 def _difference_cell(records: Sequence[Record], layout: Layout, weights: str) -> Cell:
@@ -149,7 +155,9 @@ def _difference_cell(records: Sequence[Record], layout: Layout, weights: str) ->
 def _cell(records: Sequence[Record], layout: Layout, weights: str) -> Cell:
     parts, share = _strata(records, layout, weights)
     total = lambda name: sum(record[name] for record in records)
+    shared = set[str].intersection(*(set(record["scores"]) for record in records)) - {"score"}
     return _score(parts, share) | {
+        "scores": {name: _score(parts, share, lambda record, name=name: record["scores"][name]) for name in sorted(shared)},
         "answers": len(records),
         "msr": _mean(parts, share, "msr"),
         "esr": _mean(parts, share, "esr"),
@@ -168,12 +176,16 @@ def _difference(run: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return {name: [there.get(name), here.get(name)] for name in sorted(here.keys() | there.keys()) if here.get(name) != there.get(name)}
 
 
+def _length(length: int | str | None) -> str:
+    return "all" if length is None else str(length)
+
+
 def _by_shape(path: str | Path) -> dict[tuple[str, int, int], list[float]]:
     """Prefill seconds of the batches by (length, rows, padded tokens), without those that were compiled in that time."""
     shapes: dict[tuple[str, int, int], list[float]] = {}
     for timing in read_timings(path):
         if not timing["first"]:
-            shapes.setdefault((str(timing["length"]), timing["rows"], timing["padded_tokens"]), []).append(timing["prefill_seconds"])
+            shapes.setdefault((_length(timing["length"]), timing["rows"], timing["padded_tokens"]), []).append(timing["prefill_seconds"])
     return shapes
 
 
@@ -183,7 +195,7 @@ def _timing(path: str | Path) -> dict[str, Any]:
     result = {}
     for length, timings in _split(warm, "length").items():
         total = lambda name, timings=timings: sum(timing[name] for timing in timings)
-        result[str(length)] = {
+        result[_length(length)] = {
             "batches": len(timings),
             "prefill_seconds_per_prompt": total("prefill_seconds") / total("rows"),
             "ms_per_step": 1e3 * total("decode_seconds") / total("steps") if total("steps") else None,
@@ -206,7 +218,7 @@ def _speedup(out: str | Path, baseline: str | Path) -> dict[str, Cell]:
 def markdown(report: dict[str, Any]) -> str:
     """The report as text: its conditions, the headline table, the paper's rows, comparisons, then every cell."""
     layout, cells = LAYOUTS[report["suite"]], report["cells"]
-    lines = [f"# {report['title']}", "", *_conditions(report), "", *_headline(report, layout)]
+    lines = [f"# {report['title']}", "", *_missing(report), *_conditions(report), "", *_headline(report, layout)]
     if cells["overall"]["n"] and any(cell["low"] == cell["high"] for cell in (*cells[layout.columns].values(), cells["overall"])):
         lines += ["", "Where an interval is a point, all scores of a task were equal or there was one: it says nothing about the error."]
     if "paper" in report:
@@ -221,12 +233,22 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _missing(report: dict[str, Any]) -> list[str]:
+    answers, expected = report["cells"]["overall"]["answers"], report.get("expected", 0)
+    if answers >= expected:
+        return []
+    return [
+        f"**Unfinished: {answers} of {expected} answers. Every score below is of these alone; the longest prompts are answered first.**",
+        "",
+    ]
+
+
 def _conditions(report: dict[str, Any]) -> list[str]:
     show = lambda value: ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
     parts = report["settings"] | report["environment"]
     return [
-        "Scores in percent with 95 % bootstrap intervals over questions, tasks being strata. Ω is Ω_MSR, the share of sparse heads; Ω_ESR "
-        "the share of a prompt's causal (query, key) pairs that a head leaves out, averaged over heads.",
+        "Scores in percent with 95 % bootstrap intervals over questions, tasks being strata that may share them. Ω is Ω_MSR, the share of "
+        "sparse heads; Ω_ESR the share of a prompt's causal (query, key) pairs that a head leaves out, averaged over heads.",
         "",
         *(f"- {name}: {show(value)}" for name, value in parts.items() if value not in (None, {})),
     ]
@@ -242,8 +264,10 @@ def _headline(report: dict[str, Any], layout: Layout) -> list[str]:
     names = [*(name for name in names if name != "overall"), "overall"]
     header = ["", *(title for name in names for title in (name, "Ω"))]
     rows = [["this run", *(text for name in names for text in _pair(columns.get(name)))]]
-    if "esr" in cells["overall"]:
-        rows.append(["its Ω_ESR", *(text for name in names for text in ("", _ratio(columns.get(name, {}).get("esr"))))])
+    if layout.beside in cells["overall"]["scores"]:
+        other = lambda name: columns[name]["scores"].get(layout.beside) if name in columns else None
+        rows.append([f"its {layout.beside}", *(text for name in names for text in (_scored(other(name)), ""))])
+    rows.append(["its Ω_ESR", *(text for name in names for text in ("", _ratio(columns.get(name, {}).get("esr"))))])
     for method, row in paper.items():
         values = [row.get(name, (None, None)) for name in names]
         rows.append([f"paper: {method}", *(text for score, msr in values for text in (_percent(score), _ratio(msr)))])
@@ -251,11 +275,11 @@ def _headline(report: dict[str, Any], layout: Layout) -> list[str]:
 
 
 def _pair(cell: Cell | None) -> tuple[str, str]:
-    return ("–", "–") if cell is None else (_scored(cell), _ratio(cell["msr"]))
+    return _scored(cell), _ratio(None if cell is None else cell["msr"])
 
 
-def _scored(cell: Cell) -> str:
-    return "–" if cell["mean"] is None else f"{cell['mean']:.2f} [{cell['low']:.1f}, {cell['high']:.1f}]"
+def _scored(cell: Cell | None) -> str:
+    return "–" if cell is None or cell["mean"] is None else f"{cell['mean']:.2f} [{cell['low']:.1f}, {cell['high']:.1f}]"
 
 
 def _percent(value: float | None) -> str:
@@ -311,6 +335,8 @@ def _paper_speed(report: dict[str, Any]) -> list[str]:
     return [
         "## Speed-up of prefill and Ω_ESR by length, beside the paper's figures",
         "",
+        *(f"- {caveat}" for caveat in report["paper"]["speed_caveats"]),
+        "",
         *_table(
             ["", *(title for name in names for title in (name, "Ω_ESR"))],
             [[method, *(_ratio(value) for name in names for value in row.get(name, (None, None)))] for method, row in rows.items()],
@@ -322,14 +348,16 @@ def _details(cells: dict[str, Any]) -> list[str]:
     rows = [("overall", cells["overall"])]
     rows += [(f"{section[:-1]} {name}", cell) for section in ("groups", "lengths", "tasks") for name, cell in cells[section].items()]
     rows += [(f"{task} at {length}", cell) for task, row in cells["task_lengths"].items() for length, cell in row.items()]
-    header = ["", "questions", "answers", "score [95 %]", "Ω_MSR", "Ω_ESR", "prompt tokens", "cut prompts", "cut tokens", "new tokens"]
-    header += ["not ended", "empty"]
+    others = list(dict.fromkeys(name for _, cell in rows for name in cell["scores"]))
+    header = ["", "questions", "answers", *(f"{name} [95 %]" for name in ("score", *others)), "Ω_MSR", "Ω_ESR", "prompt tokens"]
+    header += ["cut prompts", "cut tokens", "new tokens", "not ended", "empty answers"]
 
     def row(name: str, cell: Cell) -> list[str]:
         return [
             name,
             *(str(cell[key]) for key in ("n", "answers")),
             _scored(cell),
+            *(_scored(cell["scores"].get(other)) for other in others),
             *(_ratio(cell[key]) for key in ("msr", "esr")),
             f"{cell['prompt_tokens']:.0f}",
             str(cell["cut_prompts"]),
