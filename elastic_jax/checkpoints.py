@@ -84,8 +84,10 @@ class RunDirectory:
         return settings
 
     def claim(self, settings: dict[str, Any]) -> None:
-        """Records the run's settings; ValueError where the folder holds a run with others, naming each that differs."""
+        """Records the run's settings; ValueError where the folder holds a run with others, naming each that differs, or where it is not the
+        same folder for all processes."""
         in_first(lambda: self._claim(json.loads(json.dumps(settings))))
+        self._check_shared()
 
     def _claim(self, settings: dict[str, Any]) -> None:
         file = self.path / _SETTINGS
@@ -105,15 +107,14 @@ class RunDirectory:
             partial.write_text(json.dumps(settings, indent=2) + "\n")
             partial.rename(file)
 
-    def check_shared(self) -> None:
-        """After `claim`: ValueError in all processes where not all of them see the first one's settings in this folder."""
-        # A network file system may show a new file some seconds later.
-        for _ in range(50):
-            if (self.path / _SETTINGS).exists():
+    def _check_shared(self) -> None:
+        """ValueError in all processes where not all of them see the first one's settings in this folder."""
+        file = self.path / _SETTINGS
+        for _ in range(50):  # a network file system may show a new file some seconds later
+            if file.exists():
                 break
             time.sleep(0.1)
-        found = (self.path / _SETTINGS).read_text() if (self.path / _SETTINGS).exists() else "nothing"
-        check_same(f"what they find in {self.path}", found)
+        check_same(f"what they find in {self.path}", file.read_text() if file.exists() else "nothing")
 
     def shapes(self) -> Any:
         """Shapes of the arrays in the newest checkpoint, a tuple in the place of each."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from elastic_jax.cache import PagedCache, bucket, keeps_ring
-from elastic_jax.checks import check_chat, check_text
+from elastic_jax.checks import check_text
 from elastic_jax.decoding import feed_tokens
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ class Conversation:
     def __init__(self, generator: Generator, *, system: str | None, reroute: bool) -> None:
         self._generator, self._reroute = generator, reroute
         if system is not None:
-            check_chat("system", [{"role": "system", "content": system}, {"role": "user", "content": "-"}])
+            if not isinstance(system, str):
+                raise ValueError(f"system={system!r}: a text is needed")
+            check_text("system", system)
         self.messages: list[dict[str, str]] = [] if system is None else [{"role": "system", "content": system}]
         self.timings: Timings | None = None
         self._cache: PagedCache | None = None

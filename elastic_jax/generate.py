@@ -372,10 +372,10 @@ class Generator:
         """
         config, (index, longest) = self.model.config, max(enumerate(prompt_tokens), key=lambda item: item[1])
         if (total := longest + max_new_tokens) > config.max_positions:
-            factor = -(-total // (config.rope.original_max_positions or config.max_positions))
             raise ValueError(
                 f"{name.format(index)} has {longest} tokens, with max_new_tokens={max_new_tokens} {total}: the model has "
-                f"{config.max_positions} positions; loaded with yarn_factor={factor} (RoPE scaled by that factor) it would have enough"
+                f"{config.max_positions} positions; loaded with yarn_factor={config.yarn_factor_for(total)} "
+                "(RoPE scaled by that factor) it would have enough"
             )
 
     def open_cache(self, prompt_tokens: Sequence[int], request: Request) -> PagedCache:

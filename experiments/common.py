@@ -153,11 +153,10 @@ def read_heads(heads: str | None) -> Any:
 def check_length(model: ElasticModel, max_tokens: int) -> None:
     """ValueError where documents are longer than the model's positions; says what factor would do."""
     limit = model.config.max_positions
-    original = model.config.rope.original_max_positions or limit
     if max_tokens > limit:
         raise ValueError(
             f"--max_tokens={max_tokens} is beyond the model's {limit} positions: give at most {limit}, or "
-            f"--yarn_factor={-(-max_tokens // original)} to stretch them"
+            f"--yarn_factor={model.config.yarn_factor_for(max_tokens)} to stretch them"
         )
 
 

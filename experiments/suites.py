@@ -230,9 +230,9 @@ _Reader = Callable[[_Selection, Generator], tuple[list[Sample], dict[str, Any]]]
 def _ruler(selection: _Selection, generator: Generator) -> tuple[list[Sample], dict[str, Any]]:
     lengths, config = list(selection.lengths or ruler.PAPER_LENGTHS), generator.model.config
     if (longest := max(lengths)) > config.max_positions:
-        factor = -(-longest // (config.rope.original_max_positions or config.max_positions))
         raise ValueError(
-            f"--lengths has {longest}, the model has {config.max_positions} positions: give shorter ones, or --yarn_factor={factor}"
+            f"--lengths has {longest}, the model has {config.max_positions} positions: give shorter ones, or "
+            f"--yarn_factor={config.yarn_factor_for(longest)}"
         )
     chat = generator.tokenizer.chat_template is not None
     tasks, count = selection.tasks or ruler.PAPER_TASKS, selection.samples or ruler.PAPER_SAMPLES

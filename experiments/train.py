@@ -118,7 +118,6 @@ def _run(settings: dict[str, Any], out: str, checkpoint_every: int, keep: int, w
         settings |= {"data_sha256": documents.fingerprint}
         check_same("their settings, their data or the newest checkpoint of --out", json.dumps([settings, run.latest_step], sort_keys=True))
         run.claim(settings)
-        run.check_shared()
         print(f"data: {time.perf_counter() - started:.0f} s\n{documents.report}")
         packs = PackedDataset(
             documents,

@@ -111,13 +111,22 @@ class ModelConfig:
             attention_bias=model_type == "qwen2",
         )
 
+    @property
+    def original_positions(self) -> int:
+        """Positions that the model has without scaling of its RoPE."""
+        return self.rope.original_max_positions or self.max_positions
+
+    def yarn_factor_for(self, tokens: int) -> int:
+        """The least whole factor with which `with_yarn` makes room for so many tokens."""
+        return -(-tokens // self.original_positions)
+
     def with_yarn(self, factor: float) -> ModelConfig:
         """The same model with its positions stretched `factor` times by YaRN, in place of whatever scaling it had.
 
         Raises:
           ValueError: `factor` is below 1, or not a number, or asks for more positions than int32 counts.
         """
-        original = self.rope.original_max_positions or self.max_positions
+        original = self.original_positions
         check_number("yarn_factor", factor, 1, MAX_INT32 // original)
         rope = RopeConfig(theta=self.rope.theta, kind="yarn", factor=factor, original_max_positions=original)
         return dataclasses.replace(self, rope=rope, max_positions=int(original * factor))

@@ -324,7 +324,7 @@ def make_generator(settings: dict[str, Any], tokens: int) -> Generator:
     else:
         factor = settings["yarn_factor"]
         if factor is None and tokens + STEPS > config.max_positions:
-            factor = math.ceil((tokens + STEPS) / (config.rope.original_max_positions or config.max_positions))
+            factor = config.yarn_factor_for(tokens + STEPS)
         config = config if factor is None else config.with_yarn(factor)
         sparsity, router = run_configs(settings)
         options = {"sparsity": sparsity, "router": router, "implementation": settings["implementation"]}
