@@ -17,6 +17,7 @@ from orbax.checkpoint import v1 as ocp
 
 from elastic_jax.config import RouterConfig, SparsityConfig
 from elastic_jax.elastic import Arrays, ElasticModel
+from elastic_jax.files import replacing
 from elastic_jax.processes import check_same, in_first
 from elastic_jax.trainer import TrainConfig, TrainState, data_mesh, init_state
 
@@ -103,9 +104,8 @@ class RunDirectory:
         elif self.latest_step is not None:
             raise ValueError(f"{self.path} has checkpoints but no {_SETTINGS}, so it cannot be told whose they are: give another folder")
         else:
-            partial = file.with_suffix(".partial")
-            partial.write_text(json.dumps(settings, indent=2) + "\n")
-            partial.rename(file)
+            with replacing(file) as partial:
+                partial.write_text(json.dumps(settings, indent=2) + "\n")
 
     def _check_shared(self) -> None:
         """ValueError in all processes where not all of them see the first one's settings in this folder."""

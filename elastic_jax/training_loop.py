@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import signal
 import time
@@ -20,8 +19,11 @@ from elastic_jax.checkpoints import RunDirectory
 from elastic_jax.data.batch import PackedBatch
 from elastic_jax.data.tasks import TaskClass
 from elastic_jax.elastic import Arrays, ElasticModel
+from elastic_jax.files import append_lines, read_lines, replacing
 from elastic_jax.processes import in_any, in_first, is_first
 from elastic_jax.trainer import TrainConfig, TrainState, init_state, make_train_step, replicate, shard_batch
+
+_METRICS = "metrics.jsonl"
 
 
 class NonFiniteLossError(RuntimeError):
@@ -64,24 +66,20 @@ class MetricsLog:
     def __init__(self, directory: Path, first_step: int):
         from tensorboardX import SummaryWriter
 
-        path = directory / "metrics.jsonl"
-        kept = [line for line in read_metrics(directory) if line["step"] < first_step] if path.exists() else []
-        partial = path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        partial.rename(path)
-        self._file = path.open("a")
+        self._file = directory / _METRICS
+        kept = [line for line in read_metrics(directory) if line["step"] < first_step] if self._file.exists() else []
+        with replacing(self._file) as partial:
+            append_lines(partial, *kept)
         self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=first_step)
 
     def write(self, step: int, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps({"step": step, **record}) + "\n")
-        self._file.flush()
+        append_lines(self._file, {"step": step, **record})
         for name, value in record.items():
             for suffix, number in value.items() if isinstance(value, dict) else [("", value)]:
                 if number is not None:
                     self._board.add_scalar(f"{name}/{suffix}".rstrip("/"), number, step)
 
     def close(self) -> None:
-        self._file.close()
         self._board.close()
 
 
@@ -91,18 +89,11 @@ def read_metrics(directory: Path) -> list[dict[str, Any]]:
     Raises:
       ValueError: another line is damaged, named by its number.
     """
-    path = directory / "metrics.jsonl"
-    lines = path.read_text(errors="replace").splitlines()
     records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-                raise ValueError("an object with a step is needed")
-            records.append(record)
-        except ValueError as error:
-            if number < len(lines):
-                raise ValueError(f"{path}: line {number} is damaged ({error})") from error
+    for where, record in read_lines(directory / _METRICS, b'{"step": '):
+        if not isinstance(record.get("step"), int):
+            raise ValueError(f"{where} is damaged: a whole number as step is needed")
+        records.append(record)
     return records
 
 

@@ -22,7 +22,7 @@ from absl import app, flags, logging
 from elastic_jax.checkpoints import RunDirectory
 from elastic_jax.data.packing import fill_pack
 from elastic_jax.evaluation.heldout import HeldoutScorer, evaluate_heldout, heldout_batches, report_table
-from elastic_jax.evaluation.results import replacing
+from elastic_jax.files import replacing
 from elastic_jax.trainer import data_mesh, init_state
 from experiments import common, suites
 from experiments.common import (

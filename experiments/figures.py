@@ -14,7 +14,7 @@ import numpy as np
 from absl import app, flags
 
 from elastic_jax.data.tasks import TaskClass
-from elastic_jax.evaluation.results import replacing
+from elastic_jax.files import replacing
 from elastic_jax.training_loop import read_metrics
 from experiments.common import errors_in_one_line
 

@@ -10,24 +10,26 @@ The text goes to standard output as it comes, everything else to standard error.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import dataclasses
 import fcntl
 import hashlib
 import json
 import os
-import stat
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import jax
 import numpy as np
 from absl import app, flags, logging
 from tqdm import tqdm
 
+from elastic_jax.checks import errors_name
+from elastic_jax.files import append_lines, drop_unfinished_line, read_lines
 from elastic_jax.generate import Completion, Generator, Timings
 from elastic_jax.replicas import map_batches
 from elastic_jax.sampling import check_options
@@ -39,6 +41,7 @@ _SAMPLE = (
     'a JSON object with "prompt" (a text) or "messages" (a list of {"role", "content"}), and if wanted "id" (a text or whole number) '
     'and "seed" (a whole number from 0 to 2**32 - 1)'
 )
+_ANOTHER = "give another --out"
 _RESULT_BEGINS = b'{"fingerprint": "'
 _RESULT_FIELDS = {"fingerprint", "id", "text", "prompt_tokens", "new_tokens", "finish_reason", "msr", "esr", "seed"}
 
@@ -250,40 +253,38 @@ def read_samples(file: str, values: flags.FlagValues) -> list[Sample]:
     return list(samples.values())
 
 
-def finished(file: IO[bytes], fingerprints: dict[str | int, str]) -> set[str | int]:
+@contextlib.contextmanager
+def claimed(file: Path) -> Iterator[None]:
+    """Keeps --out for this run, with its folder made; ValueError where another run has it or it is no file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.exists() and not file.is_file():
+        raise ValueError(f"{_ANOTHER}: {file} is no file")
+    with file.open("ab") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"{_ANOTHER}: {file} is being written by another run") from error
+        yield
+
+
+def finished(file: Path, fingerprints: dict[str | int, str]) -> set[str | int]:
     """The ids that --out holds already; drops the last line if a kill cut it off.
 
     Raises:
-      ValueError: another run is writing there, or it holds something else: results of other prompts or settings, or none at all.
+      ValueError: it holds something else, and is left as it is: results of other prompts or settings, or none at all.
     """
-    other = "give another --out"
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise ValueError(f"{file.name} is being written by another run: {other}") from error
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        raise ValueError(f"{file.name} is no file: {other}")
-    file.seek(0)
-    content = file.read()
-    *lines, rest = content.split(b"\n")
     done = set()
-    for number, line in enumerate(lines, 1):
-        try:
-            result = json.loads(line)
-            key, fingerprint = result["id"], result["fingerprint"]
-            known = fingerprints.get(key)
-            if set(result) != _RESULT_FIELDS:
-                raise KeyError("other fields")
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise ValueError(f"{file.name}, line {number} is no result of this program: {other}") from error
-        if key in done:
-            raise ValueError(f"{file.name}, line {number} has a second result for id={key!r}: remove one, or {other}")
-        if fingerprint != known:
-            raise ValueError(f"{file.name}, line {number} (id={key!r}) is of a prompt or settings that are not the ones now: {other}")
-        done.add(key)
-    if rest[: len(_RESULT_BEGINS)] != _RESULT_BEGINS[: len(rest)]:
-        raise ValueError(f"{file.name}, line {len(lines) + 1} is no result of this program: {other}")
-    file.truncate(len(content) - len(rest))
+    with errors_name(_ANOTHER):
+        for where, result in read_lines(file, _RESULT_BEGINS):
+            key: Any = result.get("id")
+            if set(result) != _RESULT_FIELDS or type(key) not in (str, int):
+                raise ValueError(f"{where} is no result of this program")
+            if key in done:
+                raise ValueError(f"{where} has a second result for id={key!r}; or remove one")
+            if result["fingerprint"] != fingerprints.get(key):
+                raise ValueError(f"{where} (id={key!r}) is of a prompt or settings that are not the ones now")
+            done.add(key)
+    drop_unfinished_line(file)
     return done
 
 
@@ -303,9 +304,8 @@ def _batch(
         except ValueError as error:
             raise ValueError(f"{values.batch}, line {sample.line}: {error}") from error
     fingerprints = {sample.id: sample.fingerprint(settings) for sample in samples}
-    calls, size, started = [], values.batch_size, time.perf_counter()
-    Path(values.out).parent.mkdir(parents=True, exist_ok=True)
-    with Path(values.out).open("ab+") as file:
+    calls, size, started, file = [], values.batch_size, time.perf_counter(), Path(values.out)
+    with claimed(file):
         done = finished(file, fingerprints)
         # The longest first: should memory not do, that is told at once.
         left = sorted((s for s in samples if s.id not in done), key=lambda sample: -lengths[sample.id])
@@ -321,20 +321,18 @@ def _batch(
             with tqdm(total=len(samples), initial=len(done), unit="prompt") as bar:
                 for group, call in map_batches(generators, groups, answer):
                     calls.append(call)
-                    results = zip(group, call.completions, strict=True)
-                    file.write(b"".join(_result_line(sample, fingerprints[sample.id], result) for sample, result in results))
-                    file.flush()
-                    done |= {sample.id for sample in group}
+                    append_lines(file, *(_result(s, fingerprints[s.id], r) for s, r in zip(group, call.completions, strict=True)))
                     bar.update(len(group))
         except KeyboardInterrupt:
-            end_interrupted(f"interrupted: {len(done)} of {len(samples)} results are in {values.out}; the same command goes on")
+            done = finished(file, fingerprints)  # only the file knows, wherever the interruption came
+            end_interrupted(f"interrupted: {len(done)} of {len(samples)} results are in {file}; the same command goes on")
     several = f"added up over {len(generators)} devices, {time.perf_counter() - started:.2f} s together: " if len(generators) > 1 else ""
     _say(several + summary(calls) if calls else "nothing was left to do")
-    _say(f"{len(samples)} results are in {values.out}")
+    _say(f"{len(samples)} results are in {file}")
 
 
-def _result_line(sample: Sample, fingerprint: str, result: Completion) -> bytes:
-    record = {
+def _result(sample: Sample, fingerprint: str, result: Completion) -> dict[str, Any]:
+    return {
         "fingerprint": fingerprint,
         "id": sample.id,
         "text": result.text,
@@ -345,7 +343,6 @@ def _result_line(sample: Sample, fingerprint: str, result: Completion) -> bytes:
         "esr": result.esr,
         "seed": sample.seed,
     }
-    return json.dumps(record).encode() + b"\n"
 
 
 def _run(values: flags.FlagValues) -> None:

@@ -18,11 +18,12 @@ from tqdm import tqdm
 
 from elastic_jax.elastic import LayerBackbones
 from elastic_jax.evaluation.paper import MODELS, PAPER
-from elastic_jax.evaluation.results import ResultsFolder, read_run, replacing
+from elastic_jax.evaluation.results import ResultsFolder, read_run
 from elastic_jax.evaluation.runner import RunConfig, run_samples
 from elastic_jax.evaluation.samples import Sample
 from elastic_jax.evaluation.suite_report import markdown, suite_report
 from elastic_jax.evaluation.suites import longbench_e, longbench_v2, longhealth, mathematics, ruler, texts
+from elastic_jax.files import replacing
 from elastic_jax.generate import Generator
 from elastic_jax.sampling import check_options
 from experiments.common import load_generator, read_heads

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elastic_jax.evaluation.paper import MODELS, PAPER
-from elastic_jax.evaluation.results import ResultsFolder, read_records, read_run, read_timings, replacing
+from elastic_jax.evaluation.results import ResultsFolder, read_records, read_run, read_timings
 from elastic_jax.evaluation.statistics import bootstrap_mean
 from elastic_jax.evaluation.suite_report import LAYOUTS, compare_records, markdown, suite_report
+from elastic_jax.files import replacing
 
 
 def own_questions(strata):

@@ -1,7 +1,6 @@
 """`experiments.generate` on a tiny model with a tokenizer of bytes: as a process where that matters, else in this one."""
 
 import dataclasses
-import fcntl
 import io
 import json
 import os
@@ -10,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -23,6 +23,7 @@ from flax import nnx
 from elastic_jax import assets
 from elastic_jax.checkpoints import RunDirectory
 from elastic_jax.elastic import ElasticModel
+from elastic_jax.files import append_lines
 from elastic_jax.models.decoder import Decoder
 from elastic_jax.pretrained import load_generator
 from elastic_jax.trainer import TrainConfig, init_state
@@ -213,8 +214,7 @@ def test_a_results_file_is_taken_up_or_left_alone(tmp_path):
 
     def finished(content):
         out.write_text(content)
-        with out.open("ab+") as file:
-            return generate.finished(file, ids)
+        return generate.finished(out, ids)
 
     rest = {"text": "", "prompt_tokens": 1, "new_tokens": 1, "finish_reason": "stop", "msr": 0.0, "esr": None, "seed": 0}
     lines = [json.dumps({"fingerprint": fingerprint, "id": key} | rest) + "\n" for key, fingerprint in ids.items()]
@@ -227,7 +227,7 @@ def test_a_results_file_is_taken_up_or_left_alone(tmp_path):
         with pytest.raises(ValueError, match=r"line 1 \(id=\d\) is of a prompt or settings that are not the ones now"):
             finished(other)
         assert out.read_text() == other
-    with pytest.raises(ValueError, match="line 3 has a second result for id=1: remove one"):
+    with pytest.raises(ValueError, match="line 3 has a second result for id=1; or remove one"):
         finished("".join([*lines, lines[0]]))
     assert out.read_text().count("\n") == 3
     for other in (
@@ -240,15 +240,17 @@ def test_a_results_file_is_taken_up_or_left_alone(tmp_path):
         '{"id": [1], "fingerprint": ""}\n',
         '{"id": 1, "fingerprint": "aa"}',
     ):
-        with pytest.raises(ValueError, match="line 1 is no result of this program"):
+        with pytest.raises(ValueError, match="give another --out: .*out.jsonl, line 1 is (no result of this program|damaged: )"):
             finished(other)
         assert out.read_text() == other
-    with open("/dev/full", "ab+") as device, pytest.raises(ValueError, match="/dev/full is no file"):
-        generate.finished(device, ids)
-    with out.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="is being written by another run"):
-            finished("")
+
+
+def test_a_results_file_is_of_one_run(tmp_path):
+    out = tmp_path / "new" / "out.jsonl"
+    with generate.claimed(out), pytest.raises(ValueError, match=r"out\.jsonl is being written by another run"), generate.claimed(out):
+        pass
+    with pytest.raises(ValueError, match="/dev/full is no file"), generate.claimed(Path("/dev/full")):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -400,6 +402,19 @@ def test_ctrl_c_keeps_what_is_done(folders, program, tmp_path):
     assert program(batch=batch, out=out, batch_size=1)[0] is None
     assert out.read_bytes().startswith(kept)
     assert sorted(result["id"] for result in read_lines(out)) == list(range(1, 41))
+
+
+def test_ctrl_c_between_writing_and_counting(program, tmp_path, monkeypatch):
+    def interrupted(*what):
+        append_lines(*what)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "append_lines", interrupted)
+    monkeypatch.setattr(generate, "end_interrupted", sys.exit)
+    batch, out = write_lines(tmp_path / "in.jsonl", [{"prompt": TEXT}] * 3), tmp_path / "out.jsonl"
+    message = f"interrupted: 1 of 3 results are in {out}; the same command goes on"
+    assert program(batch=batch, out=out, batch_size=1)[0] == message
+    assert len(read_lines(out)) == 1
 
 
 def test_several_devices_share_the_batches_and_change_no_result(folders, tmp_path, monkeypatch):

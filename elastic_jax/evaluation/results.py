@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from elastic_jax.files import append_lines, drop_unfinished_line, read_lines, replacing
 
 Record = dict[str, Any]
 
@@ -99,7 +99,7 @@ class ResultsFolder:
         try:
             self._check(settings)
             for file in self.path.glob("*.jsonl"):
-                _drop_unfinished_line(file)
+                drop_unfinished_line(file)
             self._content |= {"settings": settings, "environment": environment}
             self._write()
         except BaseException:
@@ -136,9 +136,9 @@ class ResultsFolder:
             if not re.fullmatch(r"[\w.-]+", record["task"]) or record["task"] == _TIMINGS:
                 raise ValueError(f"task {record['task']!r} is no name for a file: accepted are letters, digits and . _ -")
             record = {"run": self._run} | record
-            _append(self.path / f"{record['task']}.jsonl", record)
+            append_lines(self.path / f"{record['task']}.jsonl", record)
             self.records.append(record)
-        _append(self.path / f"{_TIMINGS}.jsonl", timing)
+        append_lines(self.path / f"{_TIMINGS}.jsonl", timing)
 
     def close(self) -> None:
         self._lock.close()
@@ -178,7 +178,7 @@ def read_records(path: str | Path) -> list[Record]:
     places: dict[str, str] = {}
     for file in sorted(file for file in Path(path).glob("*.jsonl") if file.stem != _TIMINGS):
         found = []
-        for where, record in _read_lines(file, _RECORD_FIELDS, _record_begins(run)):
+        for where, record in _checked_lines(file, _RECORD_FIELDS, _record_begins(run)):
             name = record["id"]
             if record["task"] != file.stem:
                 raise ValueError(f"{where}: {name!r} is of the task {record['task']!r}: {file.name} is for results of {file.stem!r}")
@@ -195,30 +195,7 @@ def read_records(path: str | Path) -> list[Record]:
 def read_timings(path: str | Path) -> list[Record]:
     """The batches of a folder, in the order in which they ran; ValueError as `read_records`."""
     file = Path(path) / f"{_TIMINGS}.jsonl"
-    return [timing for _, timing in _read_lines(file, _TIMING_FIELDS, _TIMING_BEGINS)] if file.exists() else []
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A file to write beside `path`, whose place it takes if nothing fails: what was there stays whole until then."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with _named(path):
-            yield partial
-            partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _named(file: Path) -> Iterator[None]:
-    """Puts the file's name into an error of the system that has none, as that a disk is full."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None and error.errno is not None:
-            raise OSError(error.errno, os.strerror(error.errno), str(file)) from error
-        raise
+    return [timing for _, timing in _checked_lines(file, _TIMING_FIELDS, _TIMING_BEGINS)] if file.exists() else []
 
 
 def _settings_hash(settings: dict[str, Any]) -> str:
@@ -229,31 +206,9 @@ def _record_begins(run: str) -> bytes:
     return json.dumps({"run": run, "id": ""}).encode().removesuffix(b'"}')
 
 
-def _append(file: Path, record: Record) -> None:
-    with _named(file), file.open("ab") as stream:  # closed, so with the system, before the next batch begins
-        stream.write((json.dumps(record) + "\n").encode())
-
-
-def _drop_unfinished_line(file: Path) -> None:
-    content = file.read_bytes()
-    end = content.rfind(b"\n") + 1
-    if end < len(content):
-        with file.open("r+b") as stream:
-            stream.truncate(end)
-
-
-def _read_lines(file: Path, fields: dict[str, _Field], begins: bytes) -> Iterator[tuple[str, Record]]:
-    """The finished lines and where each is, checked. A last one without a line break is passed over if it begins as those do."""
-    *lines, rest = file.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, 1):
-        where = f"{file}, line {number}"
-        try:
-            record = json.loads(line)
-            json.dumps(record, ensure_ascii=False).encode()  # half of a surrogate pair could not be written into a report
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where} is damaged: a JSON object is needed") from error
-        if not isinstance(record, dict):
-            raise ValueError(f"{where} is damaged: a JSON object is needed, found {type(record).__name__}")
+def _checked_lines(file: Path, fields: dict[str, _Field], begins: bytes) -> Iterator[tuple[str, Record]]:
+    """The finished lines and where each is, with the values that `fields` accepts."""
+    for where, record in read_lines(file, begins):
         which = f" ({record['id']!r})" if isinstance(record.get("id"), str) else ""
         for name, (accepted, accepts) in fields.items():
             if name not in record:
@@ -263,5 +218,3 @@ def _read_lines(file: Path, fields: dict[str, _Field], begins: bytes) -> Iterato
                 shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
                 raise ValueError(f"{where}{which} has {name}={shown}: {accepted} is needed")
         yield where, record
-    if rest[: len(begins)] != begins[: len(rest)]:
-        raise ValueError(f"{file}, line {len(lines) + 1} is no result of this run, and has no line break: give another folder")

@@ -1,0 +1,72 @@
+"""Files that a kill or a full disk leaves usable: those that are replaced as a whole, and JSON lines that a run appends to."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write beside `path`, whose place it takes if nothing fails: what was there stays whole until then."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with _named(path):
+            yield partial
+            partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def append_lines(file: Path, *records: dict[str, Any]) -> None:
+    """Appends a line for each record; they are with the system when it returns."""
+    with _named(file), file.open("ab") as stream:
+        stream.write(b"".join(json.dumps(record).encode() + b"\n" for record in records))
+
+
+def read_lines(file: Path, begins: bytes) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The finished lines: where each is, for messages, and its object.
+
+    Args:
+      begins: what all lines of the file begin with. A last one without a line break, as a kill leaves it, is passed over if it does.
+
+    Raises:
+      ValueError: a line holds no JSON object, or text that UTF-8 cannot hold; the last one is neither finished nor begun.
+    """
+    *lines, rest = file.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        where = f"{file}, line {number}"
+        try:
+            record = json.loads(line)
+            json.dumps(record, ensure_ascii=False).encode()  # half of a surrogate pair could not be written into a report
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where} is damaged: a JSON object is needed") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{where} is damaged: a JSON object is needed, found {type(record).__name__}")
+        yield where, record
+    if rest[: len(begins)] != begins[: len(rest)]:
+        raise ValueError(f"{file}, line {len(lines) + 1} is damaged: it has no line break and does not begin as the others must")
+
+
+def drop_unfinished_line(file: Path) -> None:
+    """Removes what follows the last line break."""
+    content = file.read_bytes()
+    end = content.rfind(b"\n") + 1
+    if end < len(content):
+        with file.open("r+b") as stream:
+            stream.truncate(end)
+
+
+@contextlib.contextmanager
+def _named(file: Path) -> Iterator[None]:
+    """Puts the file's name into an error of the system that has none, as that a disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, os.strerror(error.errno), str(file)) from error
+        raise
