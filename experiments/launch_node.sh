@@ -59,8 +59,9 @@ export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
 
 running=()
 stop() { kill -s "$1" "${running[@]}" 2>/dev/null || true; }
-# A terminal sends Ctrl-C to all processes as well, and a second one would end them without a checkpoint.
-trap 'stop TERM' TERM INT
+# Passed on as SIGTERM once all processes are there. A terminal sends Ctrl-C to all of them, and to `sleep`, which it ends.
+stopping=
+trap 'stopping=yes' TERM INT
 
 for ((i = 0; i < processes; i++)); do
     if ((count > 0)); then
@@ -76,7 +77,11 @@ done
 # `wait -n` forgets a process that a signal ended while the shell did something else, so who is still there is asked for.
 status=0
 while ((${#running[@]})); do
-    sleep 0.2
+    if [[ $stopping ]]; then
+        stop TERM
+        stopping=
+    fi
+    sleep 0.2 || true
     left=()
     for process in "${running[@]}"; do
         if kill -0 "$process" 2>/dev/null; then

@@ -75,16 +75,18 @@ def test_an_error_of_the_batches_or_of_the_caller_ends_the_threads():
 def test_ctrl_c_keeps_the_running_batches():
     """In a process of its own, which interrupts itself."""
     program = """
-        import os, signal, time
+        import os, signal, threading, time
         from elastic_jax.replicas import map_batches
 
         def run(worker, batch):
+            if batch < 3:
+                started.wait()
             time.sleep(0.1 if batch == 0 else 0.3)
             return batch
 
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for signals in (1, 2):
-            done, begun = [], time.monotonic()
+            done, started = [], threading.Barrier(3)
             try:
                 for batch, _ in map_batches(range(3), range(100), run):
                     for _ in range(signals):  # while the caller has a result in hand
