@@ -43,7 +43,7 @@ _TRAIN = TrainConfig()
 _OPTIMIZER = OptimizerConfig()
 
 # Where a run writes and how fast it goes; every other flag is part of what the run is.
-_FREE_FLAGS = ("out", "checkpoint_every", "keep", "workers")
+_FREE_FLAGS = ("out", "packs_per_device", "checkpoint_every", "keep", "workers")
 
 
 def define_training_flags() -> tuple[str, ...]:
@@ -59,7 +59,6 @@ def define_training_flags() -> tuple[str, ...]:
     flags.DEFINE_integer("workers", 2, "Threads that tokenise.")
     flags.DEFINE_integer("steps", _OPTIMIZER.steps, "Optimiser steps.")
     flags.DEFINE_integer("global_batch", _TRAIN.global_batch, "Packs per optimiser step, over all devices.")
-    flags.DEFINE_integer("packs_per_device", _TRAIN.packs_per_device, "Packs that a device holds at a time; the rest is accumulated.")
     flags.DEFINE_float("router_lr", _OPTIMIZER.router_lr, "Peak learning rate of the routers.")
     flags.DEFINE_float("multiplier_lr", _OPTIMIZER.multiplier_lr, "Peak learning rate of the multipliers.")
     flags.DEFINE_float("warmup", _OPTIMIZER.warmup, "Share of the steps that warm up.")
@@ -77,7 +76,7 @@ def define_training_flags() -> tuple[str, ...]:
     return tuple(name for name in flags.FLAGS if name not in before and name not in _FREE_FLAGS)
 
 
-def train_config(settings: dict[str, Any]) -> TrainConfig:
+def train_config(settings: dict[str, Any], packs_per_device: int = _TRAIN.packs_per_device) -> TrainConfig:
     """The training configuration that the flags name."""
     if (settings["lower"] is None) != (settings["upper"] is None):
         raise ValueError("--lower and --upper go together: one bound per task class in each")
@@ -94,14 +93,14 @@ def train_config(settings: dict[str, Any]) -> TrainConfig:
         temperature_start=settings["temperature_start"],
         temperature_end=settings["temperature_end"],
         global_batch=settings["global_batch"],
-        packs_per_device=settings["packs_per_device"],
+        packs_per_device=packs_per_device,
         seed=settings["seed"],
     )
 
 
-def _run(settings: dict[str, Any], out: str, checkpoint_every: int, keep: int, workers: int) -> None:
+def _run(settings: dict[str, Any], out: str, packs_per_device: int, checkpoint_every: int, keep: int, workers: int) -> None:
     # What can be told at once is told before weights and data are read.
-    config, mesh = train_config(settings), data_mesh()
+    config, mesh = train_config(settings, packs_per_device), data_mesh()
     config.micro_batches(mesh.size)
     check_pack_shape(settings["pack_tokens"], settings["block_size"], settings["max_documents"])
     if checkpoint_every < 1:
@@ -164,7 +163,7 @@ def main(argv: list[str]) -> None:
                 silence = stack.enter_context(open(os.devnull, "w"))  # what there is to say, the first process says
                 stack.enter_context(contextlib.redirect_stdout(silence))
         settings = model_settings() | {name: values[name].value for name in _TRAINING_FLAGS}
-        _run(settings, values.out, values.checkpoint_every, values.keep, values.workers)
+        _run(settings, values.out, values.packs_per_device, values.checkpoint_every, values.keep, values.workers)
 
 
 if __name__ == "__main__":
@@ -172,6 +171,7 @@ if __name__ == "__main__":
     flags.adopt_module_key_flags(common)  # so that --help has them
     _TRAINING_FLAGS = define_training_flags()
     flags.DEFINE_string("out", "runs/train", "Folder of the run: checkpoints, metrics, plots.")
+    flags.DEFINE_integer("packs_per_device", _TRAIN.packs_per_device, "Packs that a device holds at a time; the rest is accumulated.")
     flags.DEFINE_integer("checkpoint_every", 100, "Steps between checkpoints.")
     flags.DEFINE_integer("keep", 1, "Checkpoints that stay.")
     flags.DEFINE_boolean("distributed", False, "This is one of several processes that train together (experiments/launch_node.sh).")

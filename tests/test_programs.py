@@ -122,10 +122,11 @@ def test_a_killed_run_goes_on_bit_identically(workshop, whole):
 
 
 def test_sigterm_and_ctrl_c_save_and_exit_zero(workshop):
+    """The run goes on with another number of packs on the device."""
     out = workshop / "stopped"
-    arguments = command(workshop, out, checkpoint_every=10_000, steps=10_000)
     reached = 0
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number, packs in ((signal.SIGTERM, 1), (signal.SIGINT, 2)):
+        arguments = command(workshop, out, checkpoint_every=10_000, steps=10_000, packs_per_device=packs)
         process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         while lines(out) < reached + 2 and process.poll() is None:
             time.sleep(0.01)
