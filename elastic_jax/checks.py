@@ -24,11 +24,11 @@ def check_number(name: str, value: float | None, low: float, high: float, *, who
 
 
 def check_text(name: str, text: str) -> None:
-    """ValueError for a text that UTF-8 has no bytes for."""
+    """ValueError for a text that UTF-8 has no bytes for: damaged files and wrong cuts leave half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name} has half of a surrogate pair at character {error.start}: accepted is text that UTF-8 can hold") from None
+        raise ValueError(f"{name} is not valid UTF-8 (half of a surrogate pair at character {error.start})") from None
 
 
 def check_chat(name: str, chat: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from elastic_jax.checks import check_text
 from elastic_jax.data.documents import Document
 from elastic_jax.data.rows import Reason, RejectionReport, Row, find_fault
 from elastic_jax.data.tasks import TaskClass
@@ -113,7 +114,7 @@ class ChatEncoder:
         in the ones before it.
 
         Raises:
-          ValueError: the chat template fails on these messages or does not append the assistant's header; a text holds a lone surrogate.
+          ValueError: the chat template fails on these messages or does not append the assistant's header; a text is not valid UTF-8.
         """
         asked, prompt = self._render(messages), self._render(messages, prompt=True)
         if not prompt.startswith(asked):
@@ -165,13 +166,7 @@ class ChatEncoder:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             raise ValueError(f"the tokenizer's chat template cannot be used ({reason})") from error
         assert isinstance(text, str)
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # the tokenizer would only say that this is not a str
-            character = error.object[error.start]
-            raise ValueError(
-                f"the conversation holds the lone surrogate {character!r}: text of whole Unicode characters is needed"
-            ) from error
+        check_text("the conversation", text)  # the tokenizer would only say that this is not a str
         return text
 
 

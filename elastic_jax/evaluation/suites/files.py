@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from elastic_jax.checks import check_text
+
 Record = dict[str, Any]
 Located = tuple[str, Record]  # where a record lies, for messages, and the record
 
@@ -97,7 +99,7 @@ def text(record: Record, column: str, where: str, *, empty: bool = False) -> str
     found = value(record, column, where)
     if not isinstance(found, str):
         raise ValueError(f"{where}: column {column!r} holds {type(found).__name__}, a text is needed")
-    check_text(found, f"{where}: column {column!r}")
+    check_text(f"{where}: column {column!r}", found)
     if not empty and not found.strip():
         raise ValueError(f"{where}: column {column!r} is empty")
     return found
@@ -116,7 +118,7 @@ def texts(record: Record, column: str, where: str) -> tuple[str, ...]:
     if not isinstance(found, list) or not found or not all(isinstance(part, str) and part.strip() for part in found):
         raise ValueError(f"{where}: column {column!r} holds {_brief(found)}, a list of texts is needed")
     for part in found:
-        check_text(part, f"{where}: column {column!r}")
+        check_text(f"{where}: column {column!r}", part)
     return tuple(found)
 
 
@@ -141,14 +143,6 @@ def choice(record: Record, column: str, where: str, accepted: Sequence[str]) -> 
     if found not in accepted:
         raise ValueError(f"{where}: column {column!r} holds {_brief(found)}: accepted are {', '.join(accepted)}")
     return found
-
-
-def check_text(content: str, what: str) -> None:
-    """ValueError that begins with `what` where a text is not valid UTF-8."""
-    try:
-        content.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{what} is not valid UTF-8 (at character {error.start})") from error
 
 
 def _brief(found: Any) -> str:

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from elastic_jax import assets
-from elastic_jax.evaluation.suites.files import Record, as_record, check_text, read_json, records, text, value
+from elastic_jax.checks import check_text
+from elastic_jax.evaluation.suites.files import Record, as_record, read_json, records, text, value
 
 ESSAYS, SQUAD, HOTPOTQA = "PaulGrahamEssays.json", "squad.json", "hotpotqa.json"
 _ASSETS = {ESSAYS: "essays", SQUAD: "squad", HOTPOTQA: "hotpotqa"}
@@ -200,7 +201,7 @@ def _read_hotpotqa(path: Path) -> Questions:
             if not all(isinstance(sentence, str) for sentence in sentences):
                 raise ValueError(f"{where}: column 'context' has sentences of {title!r} that are no texts")
             document = f"{title}\n{''.join(sentences)}"
-            check_text(document, f"{where}: column 'context'")
+            check_text(f"{where}: column 'context'", document)
             paragraphs[document] = title in needed
         own = tuple(numbers.setdefault(document, len(numbers)) for document in paragraphs)
         gold = tuple(number for number, is_gold in zip(own, paragraphs.values(), strict=True) if is_gold)
