@@ -51,7 +51,7 @@ class DecodeState:
 @jax.jit
 def first_token(logits: jax.Array, position: jax.Array, sampling: Sampling, stops: jax.Array) -> DecodeState:
     """Chooses each sequence's first new token, which goes to `position` i32[B], from logits f32[B, V]; `stops` as in `generate_tokens`."""
-    token = sample(logits, position, sampling)
+    token = sample(logits, position, sampling, stops)
     return DecodeState(token=token, position=position, done=jnp.any(token[:, None] == stops, axis=1))
 
 
@@ -107,7 +107,7 @@ def _run(
         pages, state, tokens, count = carry
         pages, hidden = _step(model, backbones, pages, tables, state.token, state.position, ~state.done)
         position = jnp.where(state.done, state.position, state.position + 1)
-        token = jnp.where(state.done, state.token, sample(decoder.logits(hidden), position, sampling))
+        token = jnp.where(state.done, state.token, sample(decoder.logits(hidden), position, sampling, stops))
         done = state.done | jnp.any(token[:, None] == stops, axis=1)
         tokens = jax.lax.dynamic_update_index_in_dim(tokens, token, count, axis=1)
         return pages, DecodeState(token=token, position=position, done=done), tokens, count + 1

@@ -118,6 +118,7 @@ class Request:
     """Checked options of one call for B sequences: see `Generator.request`."""
 
     max_new_tokens: int
+    min_new_tokens: int
     sampling: Sampling
     stops: np.ndarray  # i32[B, S], -1 where a sequence has fewer
     heads: np.ndarray | None  # f32[L, B, K]
@@ -193,6 +194,7 @@ class Generator:
         top_p: float = 1.0,
         seeds: Sequence[int] | None = None,
         stop: Sequence[int | str] | None = None,
+        min_new_tokens: int = 0,
         heads: Literal["full", "sparse"] | np.ndarray | None = None,
         logit_bias: float = 0.0,
         on_text: OnText | None = None,
@@ -212,6 +214,7 @@ class Generator:
           seeds: one per prompt; a prompt's draws depend on its own seed only. None: 0, 1, 2, ...
           stop: tokens that end a text: ids, or strings that are one token. None: the tokenizer's end of sequence, those of the model's
             generation_config.json, and for chats the end of a turn in the chat template.
+          min_new_tokens: tokens that end a text are not taken before it has as many.
           heads: a fixed plan instead of the router: "full" and "sparse" for all heads, or [L, K] or [B, L, K] with 1 for the setting's
             retrieval mode and 0 for its sparse mode.
           logit_bias: added to the router's logits for full: moves the sparsity without retraining.
@@ -230,6 +233,7 @@ class Generator:
             top_p=top_p,
             seeds=seeds,
             stop=stop,
+            min_new_tokens=min_new_tokens,
             heads=heads,
             logit_bias=logit_bias,
             on_text=on_text,
@@ -295,13 +299,22 @@ class Generator:
         top_p: float = 1.0,
         seeds: Sequence[int] | None = None,
         stop: Sequence[int | str] | None = None,
+        min_new_tokens: int = 0,
         heads: Any = None,
         logit_bias: float = 0.0,
         on_text: OnText | None = None,
     ) -> Request:
         """Checks options as in `generate`, for prompts that are texts or (False) chats."""
         batch = len(is_text)
-        check_options(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, logit_bias=logit_bias, heads=heads)
+        check_options(
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            logit_bias=logit_bias,
+            heads=heads,
+            min_new_tokens=min_new_tokens,
+        )
         seeds = range(batch) if seeds is None else seeds
         whole = isinstance(seeds, Sequence | np.ndarray) and all(isinstance(seed, Integral) for seed in seeds)
         if not whole or len(seeds) != batch or not all(0 <= seed < 2**32 for seed in seeds):
@@ -312,6 +325,7 @@ class Generator:
         padded = np.array([[*tokens, *[-1] * (width - len(tokens))] for tokens in stops], np.int32)
         return Request(
             max_new_tokens=int(max_new_tokens),
+            min_new_tokens=int(min_new_tokens),
             sampling=sampling,
             stops=padded,
             heads=self._heads(heads, batch),
@@ -444,14 +458,16 @@ class Generator:
                 if piece:
                     request.on_text(int(row), piece)
 
-        state = first_token(logits, prompt_tokens.astype(np.int32), request.sampling, stops)
+        position = prompt_tokens.astype(np.int32)
+        sampling = request.sampling._replace(first_stop=position + np.int32(request.min_new_tokens))
+        state = first_token(logits, position, sampling, stops)
         first = np.asarray(state.token)[:, None]
         decoding = time.perf_counter()
         take(first)
         made, at_once = 1, MAX_STEPS if request.on_text is None else _STREAM_STEPS
         while made < request.max_new_tokens and not done.all():
             wanted = min(at_once, request.max_new_tokens - made)
-            state, new = generate_tokens(self.model, self.backbones, cache, state, request.sampling, stops, wanted)
+            state, new = generate_tokens(self.model, self.backbones, cache, state, sampling, stops, wanted)
             made += new.shape[1]
             take(new)
         ended = time.perf_counter()

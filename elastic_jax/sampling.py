@@ -16,17 +16,22 @@ from elastic_jax.checks import MAX_INT32, check_number
 
 
 class Sampling(NamedTuple):
-    """temperature: f32[], 0 is greedy. top_k: i32[], 0 keeps all. top_p: f32[] in (0, 1]. seeds: u32[B], one per sequence."""
+    """temperature: f32[], 0 is greedy. top_k: i32[], 0 keeps all. top_p: f32[] in (0, 1]. seeds: u32[B], one per sequence.
+    first_stop: i32[B], the first position where a sequence may end."""
 
     temperature: Any
     top_k: Any
     top_p: Any
     seeds: Any
+    first_stop: Any = 0
 
 
-def check_options(*, max_new_tokens: int, temperature: float, top_k: int, top_p: float, logit_bias: float, heads: Any) -> None:
+def check_options(
+    *, max_new_tokens: int, temperature: float, top_k: int, top_p: float, logit_bias: float, heads: Any, min_new_tokens: int = 0
+) -> None:
     """ValueError where what decides a call's tokens is no number of its range, whatever the model: see `Generator.generate`."""
     check_number("max_new_tokens", max_new_tokens, 1, MAX_INT32, whole=True)
+    check_number("min_new_tokens", min_new_tokens, 0, max_new_tokens, whole=True)
     check_number("temperature", temperature, 0.0, float(np.finfo(np.float32).max))
     check_number("top_k", top_k, 0, MAX_INT32, whole=True)
     check_number("top_p", top_p, 1e-9, 1.0)
@@ -35,17 +40,20 @@ def check_options(*, max_new_tokens: int, temperature: float, top_k: int, top_p:
         raise ValueError(f"logit_bias={logit_bias}: accepted are numbers, and none where heads are given")
 
 
-def sample(logits: jax.Array, position: jax.Array, sampling: Sampling) -> jax.Array:
+def sample(logits: jax.Array, position: jax.Array, sampling: Sampling, stops: jax.Array) -> jax.Array:
     """The next token of each sequence.
 
     The draw is a function of a sequence's logits, its seed and the position that the token will have, so neither the batch nor where
     a loop was cut changes it.
 
     Args:
-      logits: f32[B, V]. position: i32[B].
+      logits: f32[B, V]. position: i32[B]. stops: i32[B, S], tokens that are not chosen before `Sampling.first_stop`, -1 for none.
 
     Returns: i32[B].
     """
+    size = logits.shape[-1]
+    barred = jnp.where((position < sampling.first_stop)[:, None] & (stops >= 0), stops, size)  # `size` is none
+    logits = logits.at[jnp.arange(len(stops))[:, None], barred].set(-jnp.inf, mode="drop")
     greedy = lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return jax.lax.cond(sampling.temperature > 0, lambda: _draw(logits, position, sampling), greedy)
 

@@ -150,6 +150,16 @@ def test_a_stopped_run_makes_the_batches_that_were_left_as_they_would_have_been(
     assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
 
 
+def test_an_answer_that_must_not_end_at_once(tmp_path, model):
+    """Samples that differ in this alone are in batches of their own."""
+    stop = tuple(map(chr, range(128)))
+    wanted = [dataclasses.replace(samples()[1], id=str(number), stop=stop, min_new_tokens=number) for number in (0, 1, 3)]
+    run(tmp_path, model, wanted)
+    assert [record["new_tokens"] > number for number, record in zip((0, 1, 3), read_records(tmp_path), strict=True)] == [True] * 3
+    assert read_records(tmp_path)[0]["new_tokens"] == 1
+    assert [timing["rows"] for timing in read_timings(tmp_path)] == [1, 1, 1]
+
+
 def test_more_samples_join_a_run(tmp_path, expected, model):
     run(tmp_path, model, samples()[:5], batch_size=1)
     run(tmp_path, model, samples(), batch_size=1)

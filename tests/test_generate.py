@@ -143,6 +143,25 @@ def test_stop_tokens():
         np.testing.assert_array_equal(other.tokens, free[1].tokens)
 
 
+def test_fewest_new_tokens():
+    """Until then the stop token is the one thing that is not chosen."""
+    model = generator()
+    free = model.generate([LONG, "b"], max_new_tokens=NEW, stop=[]).completions
+    token, at = stop_after(free[0], 4)
+    for fewest in (at, at + 1, at + 4):
+        first, other = model.generate([LONG, "b"], max_new_tokens=NEW, stop=[token], min_new_tokens=fewest).completions
+        np.testing.assert_array_equal(first.tokens[:at], free[0].tokens[:at])
+        assert (first.tokens[at] == token) == (fewest == at)
+        assert token not in first.tokens[:fewest]
+        np.testing.assert_array_equal(other.tokens, free[1].tokens)
+    even = range(0, 256, 2)
+    with model.chat(reroute=False) as chat:  # counted from where the answer of a turn begins
+        for text in (LONG, "?"):
+            answer = chat.send(text, max_new_tokens=NEW, stop=even, min_new_tokens=5, temperature=1.0)
+            assert len(answer.tokens) > 5
+            assert not np.isin(answer.tokens[:5], even).any()
+
+
 def test_a_stop_given_as_text_ends_a_text():
     model = generator()
     free = model.generate([LONG], max_new_tokens=NEW, stop=[], temperature=1.0).completions[0]
@@ -355,6 +374,7 @@ def test_a_shared_pool_that_is_used_up_says_what_would_do():
         ({"max_new_tokens": 0}, "max_new_tokens=0: a whole number from 1"),
         ({"prompts": ["a" * 500], "max_new_tokens": 13}, r"500 tokens, with max_new_tokens=13 513: the model has 512.*yarn_factor=2"),
         ({"prompts": ["a" * 5000]}, "yarn_factor=10"),
+        ({"min_new_tokens": 3}, "min_new_tokens=3: a whole number from 0 to 2 is needed"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"top_k": -1}, "top_k=-1"),

@@ -13,10 +13,12 @@ LOGITS = np.log(np.array([0.05, 0.3, 0.02, 0.2, 0.2, 0.1, 0.08, 0.05], np.float3
 SAMPLE = jax.jit(sample)
 
 
-def draw(logits, count=1, temperature=1.0, top_k=0, top_p=1.0, seeds=None, position=7):
+def draw(logits, count=1, temperature=1.0, top_k=0, top_p=1.0, seeds=None, position=7, stops=(-1,), first_stop=0):
     seeds = np.arange(count) if seeds is None else np.asarray(seeds)
-    options = Sampling(np.float32(temperature), np.int32(top_k), np.float32(top_p), seeds.astype(np.uint32))
-    return np.asarray(SAMPLE(np.broadcast_to(logits, (len(seeds), logits.size)), np.full(len(seeds), position, np.int32), options))
+    rows = lambda values: np.broadcast_to(np.asarray(values), (len(seeds), np.size(values)))
+    first_stop = np.broadcast_to(np.int32(first_stop), len(seeds))
+    options = Sampling(np.float32(temperature), np.int32(top_k), np.float32(top_p), seeds.astype(np.uint32), first_stop)
+    return np.asarray(SAMPLE(rows(logits), np.full(len(seeds), position, np.int32), options, rows(stops)))
 
 
 def kept(p, temperature, top_k, top_p):
@@ -96,3 +98,14 @@ def test_a_draw_depends_on_seed_position_and_logits_only():
     assert len(set(by_position)) > 3
     assert len(set(by_seed)) > 3
     np.testing.assert_array_equal(by_seed, draw(LOGITS, seeds=range(40)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_stop_before_its_time(temperature):
+    """Of each sequence by itself; the others' tokens are the same bits."""
+    options = {"temperature": temperature, "seeds": range(400)}
+    free = draw(LOGITS, **options)
+    tokens = draw(LOGITS, stops=(1, 4, -1, -1), first_stop=np.where(np.arange(400) % 2, 8, 7), **options)
+    np.testing.assert_array_equal(tokens[::2], free[::2])
+    assert set(free[1::2]) & {1, 4}
+    assert set(tokens[1::2]) == ({3} if temperature == 0 else {0, 2, 3, 5, 6, 7})

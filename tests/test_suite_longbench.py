@@ -72,6 +72,7 @@ def test_every_task_is_read_as_the_paper_groups_it(data):
     assert len({sample.id for sample in samples}) == 39
     assert {sample.task for sample in samples if not sample.chat} == {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
     assert {sample.task: sample.stop for sample in samples if sample.stop} == {"samsum": ("\n",)}
+    assert {sample.task: sample.min_new_tokens for sample in samples if sample.min_new_tokens} == {"samsum": 1}
     assert all(sample.extra["prompt"] == "re-worded" for sample in samples)
     json.dumps([dict(sample.extra) for sample in samples])
 

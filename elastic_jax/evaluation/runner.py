@@ -140,6 +140,7 @@ def _generate(generator: Generator, batch: Sequence[_Item], config: RunConfig) -
         top_p=config.top_p,
         seeds=[zlib.crc32(f"{config.seed}/{item.sample.id}".encode()) for item in batch],
         stop=[*generator.default_stops(not sample.chat), *sample.stop],
+        min_new_tokens=sample.min_new_tokens,
         heads=config.heads,
         logit_bias=config.logit_bias,
     )
@@ -156,7 +157,7 @@ def _batches(items: Sequence[_Item], config: RunConfig) -> Iterator[list[_Item]]
 
     def key(item: _Item) -> tuple[Any, ...]:
         sample = item.sample
-        return -item.padded, str(sample.length), sample.max_new_tokens, sample.chat, sample.stop
+        return -item.padded, str(sample.length), sample.max_new_tokens, sample.min_new_tokens, sample.chat, sample.stop
 
     for (padded, *_), group in itertools.groupby(sorted(items, key=lambda item: (*key(item), -item.tokens, item.sample.id)), key):
         rows = max(1, min(config.batch_size, config.batch_tokens // -padded))

@@ -22,6 +22,7 @@ class Sample:
       system: message before the user's; None: none.
       answer_prefix: begins the answer: after the assistant's header, where the model goes on from it; "" for none.
       chat: through the tokenizer's chat template; False: the prompt is text that is continued.
+      min_new_tokens: before which the answer does not end.
       stop: texts that end the answer beside the model's own stop tokens, one token each.
       length: column of the report by length, such as 8192 or "0-4k"; None: the benchmark has none.
       extra: what the metric needs beside the references, and what the report should know (JSON values).
@@ -37,6 +38,7 @@ class Sample:
     system: str | None = None
     answer_prefix: str = ""
     chat: bool = True
+    min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
     length: int | str | None = None
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -4,8 +4,7 @@ The prompts are re-worded, keeping each recipe: what is asked stands before and 
 "Summary:", examples stand in the context, code ends where its next line begins. The benchmark's own dataset2prompt.json can be given
 instead, and is needed to repeat published numbers to the point.
 
-Two things are the runner's: prompts that are too long lose their middle, and decoding is greedy. One is not followed: the benchmark
-demands at least one new token of samsum, so that an answer cannot be stopped by a line break before it begins.
+Two things are the runner's: prompts that are too long lose their middle, and decoding is greedy.
 """
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ class _Task:
     prompt: str
     chat: bool = True
     first_line: bool = False
+    min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
 
     @property
@@ -104,6 +104,7 @@ _TASKS = {
         prompt="Sum up the dialogue in a few short sentences. Some examples come first.\n\n{context}\n\n{input}",
         chat=False,
         first_line=True,
+        min_new_tokens=1,  # a line break ends the answer, but not before it begins
         stop=("\n",),
     ),
     "passage_count": _Task(
@@ -220,6 +221,7 @@ def _sample(task: str, number: int, where: str, record: Record, template: str, w
         metric=described.metric,
         max_new_tokens=described.max_new_tokens,
         chat=described.chat,
+        min_new_tokens=described.min_new_tokens,
         stop=described.stop,
         length="0-4k" if words < 4000 else "4-8k" if words < 8000 else "8k+",
         extra=extra,
