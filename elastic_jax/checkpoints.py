@@ -22,6 +22,7 @@ from elastic_jax.processes import check_same, in_first
 from elastic_jax.trainer import TrainConfig, TrainState, data_mesh, init_state
 
 _SETTINGS = "settings.json"
+_FORMER_SETTINGS = ("packs_per_device",)  # in older runs; they may change now
 
 
 class RunDirectory:
@@ -93,7 +94,7 @@ class RunDirectory:
     def _claim(self, settings: dict[str, Any]) -> None:
         file = self.path / _SETTINGS
         if file.exists():
-            old = self.settings()
+            old = {name: value for name, value in self.settings().items() if name not in _FORMER_SETTINGS}
             differing = [
                 f"{name}: {old.get(name)!r} there, {settings.get(name)!r} now"
                 for name in sorted(old.keys() | settings.keys())

@@ -16,6 +16,7 @@ def replacing(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with _named(path):
+            partial.unlink(missing_ok=True)  # of a process with the same number that was killed
             yield partial
             partial.replace(path)
     finally:
@@ -32,7 +33,8 @@ def read_lines(file: Path, begins: bytes) -> Iterator[tuple[str, dict[str, Any]]
     """The finished lines: where each is, for messages, and its object.
 
     Args:
-      begins: what all lines of the file begin with. A last one without a line break, as a kill leaves it, is passed over if it does.
+      begins: what all lines of the file begin with. A last one without a line break, as a kill leaves it, is passed over if it does;
+        zeros too, as a loss of power leaves them.
 
     Raises:
       ValueError: a line holds no JSON object, or text that UTF-8 cannot hold; the last one is neither finished nor begun.
@@ -48,8 +50,10 @@ def read_lines(file: Path, begins: bytes) -> Iterator[tuple[str, dict[str, Any]]
         if not isinstance(record, dict):
             raise ValueError(f"{where} is damaged: a JSON object is needed, found {type(record).__name__}")
         yield where, record
+    rest = rest.rstrip(b"\0")
     if rest[: len(begins)] != begins[: len(rest)]:
-        raise ValueError(f"{file}, line {len(lines) + 1} is damaged: it has no line break and does not begin as the others must")
+        where = f"{file}, line {len(lines) + 1}"
+        raise ValueError(f"{where} has no line break and does not begin as this run's do: remove it to go on with this file")
 
 
 def drop_unfinished_line(file: Path) -> None:

@@ -115,7 +115,10 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """Checked options of one call for B sequences: see `Generator.request`."""
+    """Checked options of one call for B sequences: see `Generator.request`.
+
+    `sampling.first_stop` is 0: `Generator.decode`, which knows where the prompts end, adds `min_new_tokens`.
+    """
 
     max_new_tokens: int
     min_new_tokens: int
@@ -319,7 +322,8 @@ class Generator:
         whole = isinstance(seeds, Sequence | np.ndarray) and all(isinstance(seed, Integral) for seed in seeds)
         if not whole or len(seeds) != batch or not all(0 <= seed < 2**32 for seed in seeds):
             raise ValueError(f"seeds={seeds!r}: accepted are {batch} whole numbers from 0 to 2**32 - 1, one per prompt")
-        sampling = Sampling(np.float32(temperature), np.int32(top_k), np.float32(top_p), np.array(seeds, np.uint32))
+        numbers = np.float32(temperature), np.int32(top_k), np.float32(top_p)
+        sampling = Sampling(*numbers, seeds=np.array(seeds, np.uint32), first_stop=np.zeros(batch, np.int32))
         stops = [self._stops(stop, text) for text in is_text]
         width = -(-max(1, *map(len, stops)) // 4) * 4  # few widths, since each is a program
         padded = np.array([[*tokens, *[-1] * (width - len(tokens))] for tokens in stops], np.int32)

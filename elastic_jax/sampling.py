@@ -23,7 +23,7 @@ class Sampling(NamedTuple):
     top_k: Any
     top_p: Any
     seeds: Any
-    first_stop: Any = 0
+    first_stop: Any
 
 
 def check_options(

@@ -258,7 +258,7 @@ def claimed(file: Path) -> Iterator[None]:
     """Keeps --out for this run, with its folder made; ValueError where another run has it or it is no file."""
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.exists() and not file.is_file():
-        raise ValueError(f"{_ANOTHER}: {file} is no file")
+        raise ValueError(f"{_ANOTHER}: {file} is no regular file")
     with file.open("ab") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -280,8 +280,8 @@ def finished(file: Path, fingerprints: dict[str | int, str]) -> set[str | int]:
             if set(result) != _RESULT_FIELDS or type(key) not in (str, int):
                 raise ValueError(f"{where} is no result of this program")
             if key in done:
-                raise ValueError(f"{where} has a second result for id={key!r}; or remove one")
-            if result["fingerprint"] != fingerprints.get(key):
+                raise ValueError(f"{where} has a second result for id={key!r}: one is accepted")
+            if key not in fingerprints or result["fingerprint"] != fingerprints[key]:
                 raise ValueError(f"{where} (id={key!r}) is of a prompt or settings that are not the ones now")
             done.add(key)
     drop_unfinished_line(file)

@@ -59,15 +59,21 @@ export TOKENIZERS_PARALLELISM=${TOKENIZERS_PARALLELISM:-false}
 
 running=()
 stop() { kill -s "$1" "${running[@]}" 2>/dev/null || true; }
-# Passed on as SIGTERM once all processes are there. A terminal sends Ctrl-C to all of them, and to `sleep`, which it ends.
+# Passed on as SIGTERM once all processes are there. A terminal sends Ctrl-C to all of them.
 stopping=
 trap 'stopping=yes' TERM INT
+# Nothing that was started outlives this script, whatever ends it.
+trap 'stop TERM' EXIT
+# Waits without a process of its own, which a terminal's Ctrl-C would end: nothing ever comes from this pipe.
+exec {silence}<> <(:)
+pause() { read -rt "$1" -u "$silence" _ || true; }
 
 for ((i = 0; i < processes; i++)); do
     if ((count > 0)); then
         share=$((count / processes))
         # Places in CUDA_VISIBLE_DEVICES, which stays as it is. JAX takes memory on these GPUs alone, so its share needs no change.
-        JAX_LOCAL_DEVICE_IDS=$(seq -s, $((i * share)) $(((i + 1) * share - 1)))
+        JAX_LOCAL_DEVICE_IDS=$((i * share))
+        for ((j = i * share + 1; j < (i + 1) * share; j++)); do JAX_LOCAL_DEVICE_IDS+=,$j; done
         export JAX_LOCAL_DEVICE_IDS
     fi
     JAX_PROCESS_ID=$((rank * processes + i)) "$python" -m "experiments.$program" --distributed "$@" &
@@ -78,10 +84,10 @@ done
 status=0
 while ((${#running[@]})); do
     if [[ $stopping ]]; then
-        stop TERM
         stopping=
+        stop TERM
     fi
-    sleep 0.2 || true
+    pause 0.2
     left=()
     for process in "${running[@]}"; do
         if kill -0 "$process" 2>/dev/null; then
@@ -96,7 +102,7 @@ while ((${#running[@]})); do
     if ((status != 0 && ${#running[@]})); then
         echo "error: a process ended with status $status: ending the other ${#running[@]}" >&2
         # Their collectives wait for one that is gone, so they cannot end by themselves.
-        sleep 2
+        pause 2
         stop KILL
         wait "${running[@]}" || true
         running=()

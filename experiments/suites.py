@@ -274,7 +274,7 @@ def _sample_seed(default: int) -> int:
 def _longbench_e(selection: _Selection, generator: Generator) -> tuple[list[Sample], dict[str, Any]]:
     prompts = flags.FLAGS.prompts
     samples = longbench_e.samples(selection.data or _HUB["longbench_e"], tasks=selection.tasks, limit=selection.samples, prompts=prompts)
-    return samples, {"prompts": "re-worded" if prompts is None else "dataset2prompt"}
+    return samples, {"prompts": "re-worded" if prompts is None else "dataset2prompt", "min_new_tokens": longbench_e.MIN_NEW_TOKENS}
 
 
 def _longbench_v2(selection: _Selection, generator: Generator) -> tuple[list[Sample], dict[str, Any]]:

@@ -115,7 +115,8 @@ def _run(settings: dict[str, Any], out: str, packs_per_device: int, checkpoint_e
         started = time.perf_counter()
         documents = load_run_documents(settings, source, model, split="train", rows=settings["corpus_rows"], workers=workers)
         settings |= {"data_sha256": documents.fingerprint}
-        check_same("their settings, their data or the newest checkpoint of --out", json.dumps([settings, run.latest_step], sort_keys=True))
+        same = [settings, packs_per_device, checkpoint_every, run.latest_step]
+        check_same("their settings, their data or the newest checkpoint of --out", json.dumps(same, sort_keys=True))
         run.claim(settings)
         print(f"data: {time.perf_counter() - started:.0f} s\n{documents.report}")
         packs = PackedDataset(

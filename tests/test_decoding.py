@@ -23,7 +23,8 @@ def decisions(batch, seed=0, layers=3):
 
 
 def greedy(batch, seeds=None, temperature=0.0):
-    return Sampling(np.float32(temperature), np.int32(0), np.float32(1), np.asarray(seeds or range(batch), np.uint32))
+    seeds = np.asarray(seeds or range(batch), np.uint32)
+    return Sampling(np.float32(temperature), np.int32(0), np.float32(1), seeds, first_stop=np.zeros(seeds.size, np.int32))
 
 
 def start(model, backbone, texts, heads, sampling=None, stops=NEVER):

@@ -1,6 +1,7 @@
 """Error bars, tables and comparisons, from made-up results."""
 
 import json
+import os
 import re
 import resource
 import zlib
@@ -339,7 +340,9 @@ def test_timings_that_are_none_are_named(tmp_path, changes, message):
 def test_a_disk_that_is_full_is_named_and_takes_nothing(tmp_path):
     """A limit on the size of files stands for the disk."""
     file = tmp_path / "report.json"
+    file.with_name(f".report.json.{os.getpid()}").write_text("what a kill has left")
     with replacing(file) as new:
+        assert not new.exists()
         new.write_text("good")
     out = folder(tmp_path / "out", "math", [record("a", 0, 1.0)])
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -113,16 +113,18 @@ class StoppingGenerator:
         return self._model.generate(*arguments, **options)
 
 
-@pytest.mark.parametrize("torn", [0, 1, 40])
+@pytest.mark.parametrize("torn", [0, 1, 40, "zeros"])
 def test_a_stopped_run_goes_on_without_loss_or_repetition(tmp_path, expected, model, torn):
-    """Also where the last line was written in part, down to its missing line break."""
+    """Also where the last line was written in part, down to its missing line break, or a loss of power left zeros in its place."""
     with pytest.raises(Stopped):
         run(tmp_path, StoppingGenerator(model), samples(), batch_size=3)
     kept = read_records(tmp_path)
     assert 0 < len(kept) < 14
     assert read_run(tmp_path)["expected"] == 14
     file = tmp_path / f"{kept[-1]['task']}.jsonl"
-    if torn:
+    if torn == "zeros":
+        file.write_bytes(file.read_bytes() + bytes(512))
+    elif torn:
         file.write_bytes(file.read_bytes()[:-torn])
         assert len(read_records(tmp_path)) == len(kept) - 1
     counting = StoppingGenerator(model)

@@ -227,9 +227,11 @@ def test_a_results_file_is_taken_up_or_left_alone(tmp_path):
         with pytest.raises(ValueError, match=r"line 1 \(id=\d\) is of a prompt or settings that are not the ones now"):
             finished(other)
         assert out.read_text() == other
-    with pytest.raises(ValueError, match="line 3 has a second result for id=1; or remove one"):
+    with pytest.raises(ValueError, match="line 3 has a second result for id=1: one is accepted"):
         finished("".join([*lines, lines[0]]))
     assert out.read_text().count("\n") == 3
+    with pytest.raises(ValueError, match=r"line 1 \(id=5\) is of a prompt or settings"):
+        finished(lines[0].replace('"aa"', "null").replace('"id": 1', '"id": 5'))
     for other in (
         '{"id": 1}\n',
         '{"fingerprint": "aa", "id": 1}\n',
@@ -240,7 +242,7 @@ def test_a_results_file_is_taken_up_or_left_alone(tmp_path):
         '{"id": [1], "fingerprint": ""}\n',
         '{"id": 1, "fingerprint": "aa"}',
     ):
-        with pytest.raises(ValueError, match="give another --out: .*out.jsonl, line 1 is (no result of this program|damaged: )"):
+        with pytest.raises(ValueError, match="another --out: .*out.jsonl, line 1 (is no result of this program|is damaged|has no line)"):
             finished(other)
         assert out.read_text() == other
 
@@ -249,7 +251,7 @@ def test_a_results_file_is_of_one_run(tmp_path):
     out = tmp_path / "new" / "out.jsonl"
     with generate.claimed(out), pytest.raises(ValueError, match=r"out\.jsonl is being written by another run"), generate.claimed(out):
         pass
-    with pytest.raises(ValueError, match="/dev/full is no file"), generate.claimed(Path("/dev/full")):
+    with pytest.raises(ValueError, match="/dev/full is no regular file"), generate.claimed(Path("/dev/full")):
         pass
 
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import jax
@@ -197,6 +198,12 @@ def test_the_launcher_trains_in_two_processes(workshop):  # noqa: F811
     assert process.returncode == 1
     assert re.search(r"error: processes 0 and 1 differ in what they find in .*own\d: all need .* the same folder", err)
     assert "Traceback" not in err
+    # Batches of different shapes would use some packs twice.
+    wrapper.write_text(f'#!/bin/bash\nexec {sys.executable} "$@" --packs_per_device=$((1 + ${{JAX_PROCESS_ID:-0}}))\n')
+    process = launch([*arguments, "--global_batch=4"], PROCESSES="2", JAX_PLATFORMS="cpu", PYTHON=str(wrapper))
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert "error: processes 0 and 1 differ in their settings" in err
 
 
 @pytest.mark.parametrize(
@@ -292,3 +299,28 @@ def test_a_signal_reaches_all(stand_in, number, reaches):
     out, _ = process.communicate(timeout=30)
     assert process.returncode == 0
     assert set(out.splitlines()) == {"saved"}
+
+
+def test_several_signals_are_one(stand_in):
+    """The status is that of the processes, and their saving is waited for."""
+    python = Path(stand_in["PYTHON"])
+    python.write_text(python.read_text().replace("echo saved", "sleep 1; echo saved"))
+    process = launch(["train", "wait"], **stand_in)
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(2)]
+    assert all(" of 4 at " in line for line in lines)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGINT):
+        os.kill(process.pid, number)
+        time.sleep(0.02)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+    assert out.splitlines() == ["saved"] * 2
+
+
+def test_ctrl_c_after_a_failure_leaves_nobody(stand_in):
+    process = launch(["train", "fail"], **stand_in)
+    assert process.stderr is not None
+    assert "ending the other 1" in process.stderr.readline()
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=30)  # until nobody holds its pipes; who waits does for 60 seconds
+    assert process.returncode == 7

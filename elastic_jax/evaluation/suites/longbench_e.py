@@ -140,6 +140,7 @@ _TASKS = {
 
 TASKS = tuple(_TASKS)
 MAX_NEW_TOKENS: dict[str, int] = {name: task.max_new_tokens for name, task in _TASKS.items()}
+MIN_NEW_TOKENS: dict[str, int] = {name: task.min_new_tokens for name, task in _TASKS.items() if task.min_new_tokens}
 
 
 def samples(
