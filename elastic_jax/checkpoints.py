@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import time
 from pathlib import Path
@@ -15,9 +14,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as ocp
 
+from elastic_jax.checks import differences
 from elastic_jax.config import RouterConfig, SparsityConfig
 from elastic_jax.elastic import Arrays, ElasticModel
-from elastic_jax.files import replacing
+from elastic_jax.files import lock, replacing
 from elastic_jax.processes import check_same, in_first
 from elastic_jax.trainer import TrainConfig, TrainState, data_mesh, init_state
 
@@ -44,7 +44,7 @@ class RunDirectory:
         if not str(path) or "://" in str(path):
             raise ValueError(f"{str(path)!r} cannot be a run's folder: give a local path")
         self.path = Path(path).absolute()
-        self._lock: IO[str] | None = None
+        self._lock: IO[bytes] | None = None
         checkpoints = self.path / "checkpoints"
         if keep is None:
             if not checkpoints.is_dir():
@@ -64,11 +64,7 @@ class RunDirectory:
     def _take(self) -> None:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".lock").open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            cast(IO[str], self._lock).close()
-            raise ValueError(f"{self.path} is in use by another training run") from error
+            self._lock = lock(self.path / ".lock", f"{self.path} is in use by another training run")
         except OSError as error:
             raise ValueError(f"{self.path} cannot be a run's folder: {error.strerror}") from error
 
@@ -95,13 +91,8 @@ class RunDirectory:
         file = self.path / _SETTINGS
         if file.exists():
             old = {name: value for name, value in self.settings().items() if name not in _FORMER_SETTINGS}
-            differing = [
-                f"{name}: {old.get(name)!r} there, {settings.get(name)!r} now"
-                for name in sorted(old.keys() | settings.keys())
-                if old.get(name) != settings.get(name)
-            ]
-            if differing:
-                raise ValueError(f"{self.path} holds a run with other settings ({'; '.join(differing)}): give another folder")
+            if differing := differences(old, settings):
+                raise ValueError(f"{self.path} holds a run with other settings ({differing}): give another folder")
         elif self.latest_step is not None:
             raise ValueError(f"{self.path} has checkpoints but no {_SETTINGS}, so it cannot be told whose they are: give another folder")
         else:

@@ -45,6 +45,12 @@ def check_chat(name: str, chat: Any) -> None:
         check_text(name, message["content"])
 
 
+def differences(there: dict[str, Any], now: dict[str, Any]) -> str:
+    """Of a run's settings, name by name; "" where there is none."""
+    names = sorted(there.keys() | now.keys())
+    return "; ".join(f"{n}: {there.get(n)!r} there, {now.get(n)!r} now" for n in names if there.get(n) != now.get(n))
+
+
 @contextlib.contextmanager
 def errors_name(source: object) -> Iterator[None]:
     """The message of a ValueError raised inside begins with `source`."""

@@ -1,13 +1,25 @@
-"""Files that a kill or a full disk leaves usable: those that are replaced as a whole, and JSON lines that a run appends to."""
+"""Files of one run that a kill or a full disk leaves usable: replaced as a whole, or JSON lines that it appends to."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+
+def lock(file: Path, taken: str) -> IO[bytes]:
+    """Keeps a file, made if absent, for this process until the result is closed; ValueError that says `taken` where another has it."""
+    stream = file.open("ab")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        stream.close()
+        raise ValueError(taken) from error
+    return stream
 
 
 @contextlib.contextmanager

@@ -12,7 +12,6 @@ from __future__ import annotations
 import codecs
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -29,7 +28,7 @@ from absl import app, flags, logging
 from tqdm import tqdm
 
 from elastic_jax.checks import errors_name
-from elastic_jax.files import append_lines, drop_unfinished_line, read_lines
+from elastic_jax.files import append_lines, drop_unfinished_line, lock, read_lines
 from elastic_jax.generate import Completion, Generator, Timings
 from elastic_jax.replicas import map_batches
 from elastic_jax.sampling import check_options
@@ -259,11 +258,7 @@ def claimed(file: Path) -> Iterator[None]:
     file.parent.mkdir(parents=True, exist_ok=True)
     if file.exists() and not file.is_file():
         raise ValueError(f"{_ANOTHER}: {file} is no regular file")
-    with file.open("ab") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(f"{_ANOTHER}: {file} is being written by another run") from error
+    with lock(file, f"{_ANOTHER}: {file} is being written by another run"):
         yield
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import re
@@ -11,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from elastic_jax.files import append_lines, drop_unfinished_line, read_lines, replacing
+from elastic_jax.checks import differences
+from elastic_jax.files import append_lines, drop_unfinished_line, lock, read_lines, replacing
 
 Record = dict[str, Any]
 
@@ -89,11 +89,7 @@ class ResultsFolder:
         self._run = _settings_hash(settings)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / ".lock").open("a")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._lock.close()
-            raise ValueError(f"{path} is in use by another evaluation") from error
+            self._lock = lock(self.path / ".lock", f"{path} is in use by another evaluation")
         except OSError as error:
             raise ValueError(f"{path} cannot be a folder of results: {error.strerror}") from error
         try:
@@ -112,10 +108,8 @@ class ResultsFolder:
         if (self.path / _RUN).exists():
             self._content = read_run(self.path)
             old = self._content["settings"]
-            names = sorted(old.keys() | settings.keys())
-            differing = [f"{n}: {old.get(n)!r} there, {settings.get(n)!r} now" for n in names if old.get(n) != settings.get(n)]
-            if differing:
-                raise ValueError(f"{self.path} holds results of other settings ({'; '.join(differing)}): give another folder")
+            if differing := differences(old, settings):
+                raise ValueError(f"{self.path} holds results of other settings ({differing}): give another folder")
             self.records = read_records(self.path)
             read_timings(self.path)
         elif others := sorted(file.name for file in self.path.glob("*.jsonl")):
